@@ -11,7 +11,7 @@ from specjax.registry.drafters import BEAM_WIDTH, JOINT, JOINT_CHOICES
 from specjax.registry.options import Option
 from specjax.registry.parts import Context, PartSpec
 from specjax.rewards.combined import COMBINATIONS
-from specjax.search.beam import SAMPLED
+from specjax.search.beam import EARLY_STOPPING, SAMPLED
 
 
 def _mtjd(context: Context, block: int, width: int, joint: str) -> search.MTJD:
@@ -83,6 +83,21 @@ SEARCHES: dict[str, PartSpec] = {
                 "raw",
                 f"{JOINT.help}; transformers: sample as transformers does",
                 choices=SAMPLED,
+            ),
+            "length_penalty": Option(
+                float,
+                1.0,
+                "the score of n tokens is their log-probability / n ** length_penalty: above 0 "
+                "favors long texts, below 0 short ones",
+                low=-100,
+                high=100,
+            ),
+            "early_stopping": Option(
+                bool,
+                False,
+                "true: end with W finished hypotheses; false: once no running one is better; "
+                "never: once none can become better",
+                words=EARLY_STOPPING.words,
             ),
         },
     ),

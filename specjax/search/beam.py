@@ -27,6 +27,8 @@ from specjax.draft.beam import JOINTS
 from specjax.models import KVCache
 
 SAMPLED = (*JOINTS, "transformers")  # the joints that a sampled row can draw from
+NEVER = "never"
+EARLY_STOPPING = Check(bool, words=(NEVER,))  # when a search ends
 # Score of a place that holds no hypothesis. Below every real score but finite, as in transformers:
 # −inf minus −inf would give NaN.
 LOST = -1e9
@@ -37,7 +39,7 @@ class Hypotheses(struct.PyTreeNode):
 
     tokens: Int[Array, "B W S"]
     logprobs: Float[Array, "B W S"]  # of each token, unwarped
-    score: Float[Array, "B W"]  # running: the sum; finished: the mean per token
+    score: Float[Array, "B W"]  # running: the sum; finished: divided by length ** length_penalty
 
     def gather(self, index: Int[Array, "B n"]) -> Hypotheses:
         return jax.tree.map(lambda x: _gather(x, index), self)
@@ -57,10 +59,17 @@ class BeamState(struct.PyTreeNode):
 
 @dataclasses.dataclass(frozen=True)
 class BeamSearch(Method):
-    """``beams`` hypotheses by total log-probability, ranked at the end by the mean per token.
+    """``beams`` hypotheses by total log-probability, ranked at the end by their lengths, too.
 
-    As transformers with ``length_penalty=1`` and ``early_stopping=False``. A greedy row searches. A
-    sampled row draws its continuations without replacement from their ``joint``:
+    As transformers: a hypothesis of n tokens has the score ``total / n ** length_penalty``. The
+    search ends as ``early_stopping`` says:
+
+    * False: once no running hypothesis, with its length of now, is better than W finished ones.
+    * ``never``: the same, but a positive penalty counts with the length that it may still have.
+    * True: once W hypotheses have finished.
+
+    A greedy row searches. A sampled row draws its continuations without replacement from their
+    ``joint``:
 
     * ``raw``: the joint of the model's own conditionals, warped as a whole (Qin et al. 2024, eq.
       2). The first W drawn go on.
@@ -72,11 +81,15 @@ class BeamSearch(Method):
 
     beams: int = 4
     joint: str = "raw"
+    early_stopping: bool | str = False
     round_positions = 1
     needs_full_length = True
+    settings = ("length_penalty",)
 
     def __post_init__(self):
-        validate_fields(self, beams=COUNT, joint=Check(str, choices=SAMPLED))
+        validate_fields(
+            self, beams=COUNT, joint=Check(str, choices=SAMPLED), early_stopping=EARLY_STOPPING
+        )
 
     def ready(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         """The prompt's cache and tokens, once per beam."""
@@ -110,16 +123,22 @@ class BeamSearch(Method):
         order = probs.top_k(jnp.where(ended, LOST, rank), self.beams)[1]
         parent = _gather(source, order)
         cache_row = jnp.arange(parent.shape[0])[:, None] * self.beams + parent
-        finished, is_finished, lengths = self._merge(beam, candidates, ended)
+        generated = beam.generated + 1
+        penalty = inputs.settings["length_penalty"]
+        finished, is_finished, lengths = self._merge(beam, candidates, ended, penalty)
         running = candidates.gather(order)
         running = running.replace(score=jnp.where(_gather(ended, order), LOST, running.score))
 
-        # A row ends once no running hypothesis can do better: the mean of its best running one is
+        # A row ends once no running hypothesis can do better: the score of its best running one is
         # compared with the worst of W finished ones. Until there are W, any is better.
-        generated = beam.generated + 1
+        length = generated
+        if self.early_stopping == NEVER:
+            length = jnp.where(penalty > 0, state.max_length - state.length, generated)
         best = running.score.max(-1, keepdims=True)  # drawn ones are not in order
         worst = jnp.where(is_finished, finished.score.min(-1, keepdims=True), LOST)
-        better = (best > LOST / 2) & (best / generated[:, None] > worst)
+        better = (best > LOST / 2) & (_scored(best, length[:, None], penalty) > worst)
+        if self.early_stopping is True:
+            better &= ~is_finished.all(-1, keepdims=True)
         improvable = beam.improvable & jnp.any(better, axis=-1)
         after = BeamState(
             cache=jax.tree.map(lambda x: x[cache_row.reshape(-1)], cache),
@@ -200,7 +219,11 @@ class BeamSearch(Method):
         return jnp.where(inputs.warp.greedy[:, None, None], plain, sampled)
 
     def _merge(
-        self, beam: BeamState, candidates: Hypotheses, ended: Bool[Array, "B C"]
+        self,
+        beam: BeamState,
+        candidates: Hypotheses,
+        ended: Bool[Array, "B C"],
+        penalty: Float[Array, ""],
     ) -> tuple[Hypotheses, Bool[Array, "B W"], Int[Array, "B W"]]:
         """The W best finished hypotheses, which of them exist, and their lengths.
 
@@ -208,8 +231,8 @@ class BeamSearch(Method):
         """
         count = ended.shape[1]
         closing = ended & (jnp.arange(count) < self.beams) & beam.improvable[:, None]
-        mean = candidates.score / (beam.generated + 1)[:, None]
-        offered = candidates.replace(score=jnp.where(closing, mean, LOST))
+        score = _scored(candidates.score, (beam.generated + 1)[:, None], penalty)
+        offered = candidates.replace(score=jnp.where(closing, score, LOST))
         both = jax.tree.map(lambda a, b: jnp.concatenate([a, b], 1), beam.finished, offered)
         order = probs.top_k(both.score, self.beams)[1]
         new = jnp.broadcast_to((beam.generated + 1)[:, None], closing.shape)
@@ -238,6 +261,13 @@ class BeamSearch(Method):
             finish=jnp.where(done, reason, state.finish).astype(jnp.int32),
             stats=stats,
         )
+
+
+def _scored(
+    total: Float[Array, "B n"], length: Int[Array, "B 1"], penalty: Float[Array, ""]
+) -> Float[Array, "B n"]:
+    """The score of hypotheses with these total log-probabilities and this length."""
+    return total / length.astype(jnp.float32) ** penalty
 
 
 def _draws_per_beam(inputs: Inputs) -> Int[Array, ""]:

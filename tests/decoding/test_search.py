@@ -111,6 +111,47 @@ def test_beam_search_is_transformers_num_beams(model, lm, beams, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    "early_stopping",
+    [True, *(pytest.param(value, marks=pytest.mark.sweep) for value in (False, "never"))],
+)
+def test_length_penalty_and_early_stopping_are_transformers(model, lm, early_stopping, tmp_path):
+    """Tokens, and the scores of the texts by the tokens' log-probabilities."""
+    torch = pytest.importorskip("torch")
+    import transformers
+
+    save_pretrained(tmp_path, *model)
+    peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    found = {}
+    for penalty in (-2.0, 0.6, 3.0):
+        options = {"beams": 3, "length_penalty": penalty, "early_stopping": early_stopping}
+        ours = sj.generate(
+            lm, PROMPTS, method="beam", options=options, max_new_tokens=24, logprobs=True
+        )
+        for prompt, mine, logprobs in zip(PROMPTS, ours.tokens, ours.logprobs, strict=True):
+            ids = torch.tensor([prompt])
+            theirs = peer.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                num_beams=3,
+                max_new_tokens=24,
+                do_sample=False,
+                eos_token_id=[9, 10],
+                pad_token_id=0,
+                length_penalty=penalty,
+                early_stopping=early_stopping,
+                return_dict_in_generate=True,
+                output_scores=True,
+            )
+            assert mine.tolist() == theirs.sequences[0, len(prompt) :].tolist()
+            score = logprobs.sum() / len(mine) ** penalty
+            assert score == pytest.approx(float(theirs.sequences_scores[0]), rel=1e-4)
+        found[penalty] = [tokens.tolist() for tokens in ours.tokens]
+    assert found[-2.0] != found[3.0], "the penalty must matter"
+
+
+@pytest.mark.slow
 def test_a_row_of_a_batch_is_the_prompt_alone(lm):
     for method, temperature in itertools.product(("beam", "mtjd"), (0.0, 0.9)):
         sampling = sj.Sampling(temperature)

@@ -17,7 +17,9 @@ from specjax.text.tokenizer import Tokenizer
 class AnswerReader:
     """The text and the calls of one row of a request with tools."""
 
-    def __init__(self, tokenizer: Tokenizer, family: ToolFamily, prompt: np.ndarray, body: ChatBody):
+    def __init__(
+        self, tokenizer: Tokenizer, family: ToolFamily, prompt: np.ndarray, body: ChatBody
+    ):
         self._text = MarkedText(tokenizer, family, prompt.tolist())
         self._calls = ToolCalls(family, 1 if body.parallel_tool_calls is False else None)
 
