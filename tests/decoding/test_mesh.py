@@ -19,7 +19,8 @@ from support.variant_models import build
 CASES = Path(__file__).with_name("eight_devices.py")
 
 
-@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["not slow", "slow"])
 def test_eight_devices_give_what_one_gives(which):
     devices = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     command = [sys.executable, "-m", "pytest", CASES, "-m", which, "-p", "no:xdist", "-rf"]
