@@ -27,12 +27,22 @@ from support.variant_models import logits_jit
 PROMPTS = [[1, 2, 3], [4], list(range(5, 45)), [7, 7, 7, 7, 9]]
 # One method of each kind by default, the others among the slow tests.
 CORE = ("autoregressive", "speculative", "specinfer")
+# For these checks the others differ only in their rule or target distribution.
+SAME_LOOP = (
+    *("bild", "block", "block-scd", "lookup-mentored", "mentored", "scd", "tree-match"),
+    "tree-scd",
+)
 
 
-def methods(fast):
-    """Parameters for every method of the plain loop; those not in ``fast`` are slow tests."""
+def methods(fast, swept=()):
+    """Parameters for every method of the plain loop.
+
+    Those not in ``fast`` are slow tests, and those in ``swept`` are left to sweeps.
+    """
+    marks = dict.fromkeys(swept, (pytest.mark.slow, pytest.mark.sweep))
+    marks |= dict.fromkeys(fast, ())
     return [
-        pytest.param(name, marks=() if name in fast else pytest.mark.slow)
+        pytest.param(name, marks=marks.get(name, pytest.mark.slow))
         for name, spec in sorted(sj.methods().items())
         if not spec.search
     ]
@@ -44,6 +54,7 @@ def shares_drafts(name):
 
 
 METHODS, TREE_SLOW = methods(CORE), methods(CORE[:2])
+LOOPS, LOOPS_TREE_SLOW = methods(CORE, SAME_LOOP), methods(CORE[:2], SAME_LOOP)
 SAMPLING = sj.Sampling(temperature=0.8, top_k=20, top_p=0.9)
 
 
@@ -98,7 +109,7 @@ def test_row_of_a_batch_is_the_prompt_alone(target, draft, name, sampling):
             np.testing.assert_array_equal(together.stats[counter][i], values[0], counter)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", LOOPS)
 def test_a_smaller_budget_gives_a_prefix(target, draft, name):
     long = run(target, draft, name, max_new_tokens=40, sampling=SAMPLING)
     for budget in (1, 2, 7, 23):
@@ -123,7 +134,7 @@ def test_a_row_that_the_drafts_context_does_not_hold_is_refused(target, draft):
     assert out.lengths == 7
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", LOOPS)
 def test_ends_at_any_of_several_eos_ids(target, draft, name):
     plain = run(target, draft, name, max_new_tokens=40, sampling=SAMPLING)
     ids = (int(plain.tokens[0][9]), int(plain.tokens[2][14]))
@@ -140,7 +151,7 @@ def test_ends_at_any_of_several_eos_ids(target, draft, name):
     assert "eos" in out.finish_reasons
 
 
-@pytest.mark.parametrize("name", TREE_SLOW)
+@pytest.mark.parametrize("name", LOOPS_TREE_SLOW)
 def test_growing_buckets_and_chunks_change_nothing(target, draft, name):
     new = 300 if name == "speculative" else 100  # grows by two buckets, or one
     whole = run(target, draft, name, max_new_tokens=new, sampling=SAMPLING, logprobs=True)
@@ -233,7 +244,14 @@ def values_of(spec):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=() if n == "speculative" else pytest.mark.slow) for n in sj.methods()],
+    [
+        *methods(("speculative",), SAME_LOOP),
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n, spec in sj.methods().items()
+            if spec.search
+        ),
+    ],
 )
 def test_one_trace_per_bucket_over_settings_keys_and_lengths(target, draft, name):
     spec = sj.method(name)
