@@ -18,11 +18,12 @@ from specjax._util.errors import ModelError, ModelWarning
 from specjax._util.platform import platform
 from specjax._util.program import say
 from specjax.core.mesh import make_mesh
-from specjax.core.sampling import TRUNCATION
+from specjax.core.sampling import TRUNCATION, Sampling
 from specjax.lm import LM
 from specjax.models.cpu_kernels import narrow_product
 from specjax.models.hf.generation import FILE as GENERATION_CONFIG
 from specjax.models.loading import has_others_codes
+from specjax.registry import MethodSpec
 
 DEMO_DRAFT = "demo-draft"
 
@@ -125,25 +126,32 @@ def _saying_warnings() -> Iterator[None]:
 
 
 def chosen_sampling(
-    program: str, args: argparse.Namespace, target: LM, given: Mapping[str, Any]
+    program: str, args: argparse.Namespace, target: LM, spec: MethodSpec, given: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Arguments of ``sj.Sampling``: those ``given``, and the model's own where there is None.
 
-    One line on stderr says what is taken from the model's generation_config.json, and what of it
-    has no effect. ``--ignore-generation-config`` takes nothing.
+    One line on stderr says what is taken from the model's generation_config.json, what of it has
+    no effect, and what the method does not take. ``--ignore-generation-config`` takes nothing.
     """
     chosen = {name: value for name, value in given.items() if value is not None}
     if args.ignore_generation_config:
         return chosen
     own = target.generation_defaults
     taken = {}
+    left = {}
     for name, value in own.sampling.items():
         # Truncation has no effect on greedy decoding.
         has_effect = name not in TRUNCATION or chosen.get("temperature") != 0
-        if name not in chosen and has_effect:
-            taken[name] = value
+        if name in chosen or not has_effect:
+            continue
+        takes = spec.follows_paths or not Sampling(**{name: value}).path_settings
+        (taken if takes else left)[name] = value
     parts = []
-    for verb, settings in (("takes", taken), ("does not take", own.not_taken)):
+    for verb, settings in (
+        ("takes", taken),
+        ("does not take", own.not_taken),
+        (f"method {spec.name} leaves out", left),
+    ):
         if settings:
             listed = (f"{name}={format_value(value)}" for name, value in settings.items())
             parts.append(f"{verb} {', '.join(listed)}")

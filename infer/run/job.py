@@ -429,7 +429,7 @@ def _sampling(args: argparse.Namespace, spec: MethodSpec, target: sj.LM) -> sj.S
     given |= given_settings(args, target.tokenizer)
     if spec.needs_reward and given["temperature"] is None:
         given["temperature"] = 0.0
-    return sj.Sampling(**chosen_sampling("infer.run", args, target, given))
+    return sj.Sampling(**chosen_sampling("infer.run", args, target, spec, given))
 
 
 def _reward(args: argparse.Namespace, spec: MethodSpec) -> Combined | None:

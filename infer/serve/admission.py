@@ -139,7 +139,15 @@ class Admission:
         with naming(field):
             if grammar:
                 given["grammar"] = grammar
-            return dataclasses.replace(self.sampling, **given)
+            return dataclasses.replace(self._own_sampling(body), **given)
+
+    def _own_sampling(self, body: Body) -> Sampling:
+        """The server's sampling, without settings that the request's method does not take."""
+        if not self.sampling.path_settings:
+            return self.sampling
+        with naming("method"):
+            spec = method(body.method or self.method)
+        return self.sampling if spec.follows_paths else self.sampling.without_path_settings
 
     def _grammar(self, body: Body) -> tuple[str, str]:
         """The field that asks for a grammar, and the grammar; both empty if none does."""

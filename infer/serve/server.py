@@ -76,7 +76,7 @@ def assembled(
     spec = method(args.method or ("speculative" if draft else "autoregressive"))
     spec.resolve(dict(args.set))
     sampling = {"temperature": 1.0}  # OpenAI's default
-    sampling |= chosen_sampling("infer.serve", args, target, {})
+    sampling |= chosen_sampling("infer.serve", args, target, spec, {})
     admission = Admission(
         target=target,
         draft=draft,

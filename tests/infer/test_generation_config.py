@@ -180,3 +180,39 @@ def test_a_peer_is_not_penalized(directory):
     assert got == peer_transformers.decode(peer_transformers.load(plain), prompts, 12)["tokens"]
     ours = sj.generate(sj.load(plain), prompts, max_new_tokens=12)
     assert got == [ids.tolist() for ids in ours.tokens]
+
+
+@pytest.mark.parametrize(
+    ("name", "follows"),
+    [
+        *((name, True) for name in ("speculative", "specinfer", "lookup", "contrastive", "sdsat")),
+        *((name, False) for name in ("beam", "mtjd", "mtad", "bild")),
+    ],
+)
+def test_a_method_says_whether_it_takes_penalties(name, follows):
+    assert sj.method(name).follows_paths == follows
+
+
+def test_a_method_without_penalties_leaves_the_model_s_own_out(directory, capsys):
+    home = directory(QWEN)
+    sampling, said = completion(capsys, home, "--method", "beam")
+    assert sampling == {name: OWN[name] for name in GREEDY}
+    assert "; method beam leaves out repetition_penalty=1.05 (" in said
+    argv = ["--target", home, "--prompt", "a", "--method", "beam", "--repetition-penalty", "1.2"]
+    assert run.main(argv) == 2
+    assert "repetition_penalty: method BeamSearch has none" in capsys.readouterr().err
+
+
+def test_a_request_for_such_a_method_has_no_penalty(directory):
+    home = directory(QWEN)
+    args = serve.parser().parse_args(["--target", home])
+    with assembled(args, sj.load(home), None) as (server, _):
+
+        def sampling(**fields):
+            body = CompletionBody(prompt="def f", max_tokens=2, **fields)
+            return server.admission.make_submission(body, print).sampling
+
+        assert sampling().repetition_penalty == 1.05
+        assert sampling(method="beam").repetition_penalty == 1.0
+        with pytest.raises(sj.OptionError, match="repetition_penalty: method BeamSearch has none"):
+            sampling(method="beam", repetition_penalty=1.2)
