@@ -167,8 +167,7 @@ def load(
       pass_width: tokens per row that short passes are padded to, 1 to 128. None: 8 on
         accelerators, where padding is free, and 1 on CPUs. As long as a draft and its root have
         no more tokens than this, greedy output in bfloat16 equals plain decoding's.
-      mesh: load onto several devices, layer by layer: what :func:`specjax.make_mesh` gives, or any
-        mesh with axes ``data``, ``model`` or both.
+      mesh: load onto several devices, layer by layer: a mesh with axes ``data``, ``model`` or both.
       split: each device of the mesh gets a share of the weights. False: each gets a whole copy.
         Draft and target must be on the same mesh; each may be split or whole.
       pickles: read ``pytorch_model*.bin`` where there are no safetensors. No code in the pickle
@@ -184,7 +183,6 @@ def load(
     if revision is not None:
         name = hub.with_revision(name, revision)
     base = None if base is None else str(base)
-    mesh = None if mesh is None else with_both_axes(mesh)
     model = _load(name, resolve_dtype(dtype), pickles, mesh, split, quantize, base)
     pass_width = resolve_pass_width(pass_width)
     return dataclasses.replace(model, pass_width=pass_width, cache_dtype=cache_dtype)
@@ -200,6 +198,7 @@ def _load(
     base: str | None,
 ) -> LM:
     """Reads the files for :func:`load`, which then sets ``pass_width`` and ``cache_dtype``."""
+    mesh = None if mesh is None else with_both_axes(mesh)
     model_directory = locate(name, (*HUB_FILES, *PICKLES) if pickles else HUB_FILES)
     delta = read_delta(model_directory)
     if delta is not None:

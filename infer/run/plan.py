@@ -26,7 +26,7 @@ from specjax.models.hf.layout import DTYPES
 from specjax.models.hf.read import stored_form
 from specjax.models.loading import load_config
 from specjax.models.placement import check_split
-from specjax.models.quantization import NO_SCHEME, param_bytes, parse_scheme
+from specjax.models.quantization import NO_SCHEME, StoredForm, param_bytes, parse_scheme
 from specjax.models.sharding import split_config
 
 HEADROOM = 0.1  # share of the memory for activations, logits and the program itself
@@ -150,16 +150,7 @@ def model_plan(
     cached = cache_dtype or DTYPES[dtype]
     if scheme is not None:
         param_bytes(cfg, DTYPES[dtype], scheme)  # raises if the groups do not divide its weights
-    share = cfg
-    why_whole = None
-    try:
-        check_split(cfg, devices, scheme)
-        share = split_config(cfg, devices)
-    except SplitError as error:
-        if not may_be_whole:
-            raise
-        why_whole = str(error)
-
+    share, why_whole = _share(cfg, devices, scheme, may_be_whole)
     if is_gguf(directory) and quantize is None:
         whole = kept_bytes(directory, DTYPES[dtype])
         per_device = -(-whole // share.shards)
@@ -184,6 +175,23 @@ def model_plan(
         "max_position": cfg.max_position,
         "rope_type": cfg.rope.kind if cfg.rope else None,
     }
+
+
+def _share(
+    cfg: ModelConfig, devices: int, scheme: StoredForm | None, may_be_whole: bool
+) -> tuple[ModelConfig, str | None]:
+    """One device's share of a model; the whole model where it may be, and why it cannot be split.
+
+    Raises:
+      SplitError: it cannot be split and may not be whole.
+    """
+    try:
+        check_split(cfg, devices, scheme)
+        return split_config(cfg, devices), None
+    except SplitError as error:
+        if not may_be_whole:
+            raise
+        return cfg, str(error)
 
 
 def codes_on_cpu() -> str | None:

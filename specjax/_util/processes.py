@@ -61,20 +61,12 @@ def join(
 
     missing: set[int] = set()
     with _waiting(name, where, timeout, missing):
+        arguments: tuple[Any, ...] = ()
         if place is not None:
-            if place.index == 0:
-                missing.update(range(1, place.count))
-            Meeting(place, f"{name} {job}".strip()).wait(missing.discard)
+            _meet(place, f"{name} {job}".strip(), missing)
+            arguments = (place.address, place.count, place.index)
         try:
-            if place is None:
-                jax.distributed.initialize(initialization_timeout=_beyond(timeout))
-            else:
-                jax.distributed.initialize(
-                    place.address,
-                    place.count,
-                    place.index,
-                    initialization_timeout=_beyond(timeout),
-                )
+            jax.distributed.initialize(*arguments, initialization_timeout=_beyond(timeout))
         except (ValueError, RuntimeError) as error:
             raise _cannot_join(where, error) from None
         _check_device_counts()
@@ -85,6 +77,13 @@ def join(
 
     host = None if place is None else place.address.rpartition(":")[0]
     peers.watch(host, end)
+
+
+def _meet(place: Place, job: str, missing: set[int]) -> None:
+    """Waits for the job's other processes; ``missing`` are those that have not come."""
+    if place.index == 0:
+        missing.update(range(1, place.count))
+    Meeting(place, job).wait(missing.discard)
 
 
 def _cannot_join(where: str, error: Exception) -> InputError:

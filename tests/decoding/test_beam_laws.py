@@ -63,9 +63,12 @@ def build(name, **options):
     return sj.method(name).build(Context(tiny(), tiny()), options)[0]
 
 
+SETTINGS = {"tau": 0.1, "length_penalty": 1.0}
+
+
 def starts(method, sampling, ends):
     """Inputs and fresh states, batch by batch; small capacity, because beams copy their cache."""
-    inputs = Engine(tiny(ends), tiny(ends), method, {"tau": 0.1}).inputs(sampling, ROWS)
+    inputs = Engine(tiny(ends), tiny(ends), method, SETTINGS).inputs(sampling, ROWS)
     tokens = np.zeros((ROWS, len(PROMPT) + LENGTH + method.round_positions), np.int32)
     tokens[:, : len(PROMPT)] = PROMPT
     length = np.full(ROWS, len(PROMPT), np.int32)
@@ -208,7 +211,7 @@ def test_mutant_of_the_draw_is_caught(slip, monkeypatch):
         return warp_joint(log_joint, settings) + shared
 
     monkeypatch.setattr(beam, "draw_joint", draw)
-    assert not accepts("raw", CASES[0], Mutant(W, "raw", slip))
+    assert not accepts("raw", CASES[0], Mutant(W, "raw", slip=slip))
 
 
 @pytest.mark.torch

@@ -226,7 +226,7 @@ def test_a_chat_prompt_has_the_templates_bos_alone(bos_dir):
     server = SimpleNamespace(
         target=target, bounds=SimpleNamespace(prompt=100), _max_token_bytes=100
     )
-    text = Admission.chat_text(server, body.messages, None)
+    text = Admission.chat_text(server, body.messages, (), None)
     assert Admission.text_ids(server, text, "messages", False) == ids
 
 
