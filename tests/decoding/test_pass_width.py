@@ -13,6 +13,7 @@ from support import variants
 from support.variant_models import build
 
 WIDTH, PROMPT, NEW = 8, 12, 6
+SWEEP = pytest.mark.sweep
 MODELS = ("codellama", "gemma2", "bloom")  # plain, sliding windows and caps, ALiBi
 
 
@@ -55,7 +56,7 @@ def test_they_are_not_where_passes_are_as_wide_as_their_tokens():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["speculative", "lookup"])
+@pytest.mark.parametrize("method", ["speculative", pytest.param("lookup", marks=SWEEP)])
 def test_greedy_bfloat16_rows_are_plain_decodings(method):
     """Token for token: passes of eight tokens, reused batch slots, prompts of all lengths."""
     load = functools.partial(sj.load, dtype="bfloat16", pass_width=WIDTH)

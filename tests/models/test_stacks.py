@@ -32,8 +32,8 @@ METHODS = {
 }
 
 
-# These have unusual parts: experts, latents, sinks, chunks, norms on other places.
-UNUSUAL = ("qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text", "olmo2")
+# These have unusual parts: experts, latents, sinks. All others are left to sweeps.
+UNUSUAL = ("qwen3_moe", "deepseek_v3", "gpt_oss")
 SWEPT = [
     name if name in UNUSUAL else pytest.param(name, marks=pytest.mark.sweep)
     for name in stack_variants.ALL

@@ -13,7 +13,9 @@ PAGE = (DOCS / "first-steps.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reader", ["decode", "train", "rule"])
+@pytest.mark.parametrize(
+    "reader", ["decode", pytest.param("train", marks=pytest.mark.sweep), "rule"]
+)
 def test_the_first_steps_of_a_reader(reader, tmp_path):
     """The commands of the page's section, in order."""
     section = next(part for part in PAGE.split("\n## ") if reader in part.splitlines()[0])
