@@ -228,7 +228,7 @@ def test_each_device_holds_its_share_of_a_loaded_model(tiny_pair_dirs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.sweep), 4])
+@pytest.mark.parametrize("count", (2, 4))
 def test_tables_of_any_size_are_split(count):
     """Neither two nor four devices divide 61 rows. What pads them is never drawn."""
     one = tiny_lm(3, vocab=60)

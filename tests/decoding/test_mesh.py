@@ -20,10 +20,7 @@ CASES = Path(__file__).with_name("eight_devices.py")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "which",
-    ["not slow", "slow and not sweep", pytest.param("sweep", marks=pytest.mark.sweep)],
-)
+@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.sweep)])
 def test_eight_devices_give_what_one_gives(which):
     devices = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     command = [sys.executable, "-m", "pytest", CASES, "-m", which, "-p", "no:xdist", "-rf"]
