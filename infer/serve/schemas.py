@@ -349,7 +349,7 @@ def _check_part(value: Any) -> Part:
     fields = {"text": "text", "refusal": "refusal"}
     if isinstance(kind, str) and kind not in fields:
         raise PydanticCustomError(UNSUPPORTED_TYPE, "not supported", {"what": f"type {kind!r}"})
-    if kind is None or not isinstance(value.get(fields[kind]), str):
+    if not isinstance(kind, str) or not isinstance(value.get(fields[kind]), str):
         expected = 'expected {"type": "text", "text": "…"}'
         raise PydanticCustomError("no_such_kind", expected)
     return Part(type=kind, text=value[fields[kind]])

@@ -224,6 +224,11 @@ def test_errors_name_their_field(server, body, param, message):
             'expected {"type": "text", "text": "…"}',
         ),
         (
+            [{"role": "user", "content": [{"type": 5}]}],
+            "messages[0].content[0]",
+            'expected {"type": "text", "text": "…"}',
+        ),
+        (
             [{"role": "assistant", "tool_calls": [{"id": "1"}]}],
             "messages[0].tool_calls[0].function",
             "is missing",
