@@ -291,7 +291,7 @@ def test_requests_made_of_the_schema(server):
     schema = schemathesis.openapi.from_dict(server.ask("GET", "/openapi.json")[1])
     statuses = collections.Counter()
     settings = hypothesis.settings(
-        max_examples=60,
+        max_examples=70,
         deadline=None,
         database=None,
         derandomize=True,
