@@ -195,7 +195,11 @@ def refilled(target, draft, method, **options):
     "name",
     [
         "speculative",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("block", "mentored", "lookup", "scd")),
+        pytest.param("lookup", marks=pytest.mark.slow),
+        *(
+            pytest.param(n, marks=[pytest.mark.slow, pytest.mark.sweep])
+            for n in ("block", "mentored", "scd")
+        ),
     ],
 )
 def test_greedy_tokens_do_not_depend_on_the_lengths(target, draft, name):
@@ -213,7 +217,7 @@ def test_greedy_tokens_do_not_depend_on_the_lengths(target, draft, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tree-match", "specinfer"])
+@pytest.mark.parametrize("name", ["specinfer", pytest.param("tree-match", marks=pytest.mark.sweep)])
 def test_greedy_tokens_do_not_depend_on_the_trees(target, draft, name):
     """Slots are refilled; trees change from round to round, or costs are measured."""
 
