@@ -231,21 +231,23 @@ def test_greedy_tokens_do_not_depend_on_the_trees(target, draft, name):
     assert calls[1] == 0 and 10 < calls[2] <= 13, "a tree of (4, 2, 2) reads 1 + 4 + 8 tokens"
 
 
-def test_costs_are_measured_once_per_shape(target, draft):
-    def measured():
-        sj.generate(
-            target,
-            PROMPTS[:2],
-            method="speculative",
-            draft=draft,
-            options={"gamma": "auto"},
-            max_new_tokens=4,
-            batch_size=2,
-        )
-        return dict(round_costs._MEASURED)
+def measured(target, draft, slots=2):
+    """The costs of rounds that are known after a few tokens with ``gamma=auto``."""
+    sj.generate(
+        target,
+        PROMPTS[:2],
+        method="speculative",
+        draft=draft,
+        options={"gamma": "auto"},
+        max_new_tokens=4,
+        batch_size=slots,
+    )
+    return dict(round_costs._MEASURED)
 
-    first = measured()
-    assert measured() == first
+
+def test_costs_are_measured_once_per_shape(target, draft):
+    first = measured(target, draft)
+    assert measured(target, draft) == first
     for (method, *_), cost in first.items():
         assert len(cost) == len(method.forms) and cost[0] == 1 and list(cost) == sorted(cost)
 
@@ -259,16 +261,8 @@ def test_costs_are_kept_on_disk(target, draft, tmp_path, monkeypatch):
 
     def decode(slots):
         round_costs._MEASURED.clear()  # as in another process
-        sj.generate(
-            target,
-            PROMPTS[:2],
-            method="speculative",
-            draft=draft,
-            options={"gamma": "auto"},
-            max_new_tokens=4,
-            batch_size=slots,
-        )
-        return next(iter(round_costs._MEASURED.values()))
+        (costs,) = measured(target, draft, slots).values()
+        return costs
 
     first = decode(2)
     assert decode(2) == first and len(turns) == 1
