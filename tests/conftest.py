@@ -12,6 +12,7 @@ import specjax as sj
 from infer.loading import use_compilation_cache
 from infer.programs import make_room
 from specjax.models import ModelConfig, init_params, save_pretrained
+from support.sweeps import leave_to_sweeps
 from support.training import code
 from train.data.tokenizer import train_tokenizer
 
@@ -31,6 +32,11 @@ hypothesis.settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("any machine")
+
+
+@pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
+def pytest_collection_modifyitems(items):
+    leave_to_sweeps(items)
 
 
 def tiny_lm(seed: int, layers: int = 2, hidden: int = 32, vocab: int = 97, **other) -> sj.LM:
@@ -113,6 +119,8 @@ def own_compilation_cache(request, tmp_path_factory):
     directory = str(kept.mkdir("xla") if kept else tmp_path_factory.mktemp("xla"))
     os.environ["SPECJAX_CACHE_DIR"] = directory
     use_compilation_cache()
+    # To write a program takes a third of the time to compile it, and few are wanted twice.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from support import tools
+from support import sweeps, tools
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("specjax", "infer", "train")
@@ -182,6 +182,12 @@ def test_the_formatter_decides_everywhere():
     for folder in (*PACKAGES, "tests", "docs"):
         for path in (ROOT / folder).rglob("*.py"):
             assert path == Path(__file__) or "fmt: " not in path.read_text(), path
+
+
+@pytest.mark.parametrize("name", sweeps.STRIDES)
+def test_a_test_whose_cases_are_left_to_sweeps_exists(name):
+    file, function = name.split("::")
+    assert f"def {function}(" in (ROOT / "tests" / file).read_text()
 
 
 def test_importing_the_library_loads_no_jax():
