@@ -119,7 +119,7 @@ def own_compilation_cache(request, tmp_path_factory):
     directory = str(kept.mkdir("xla") if kept else tmp_path_factory.mktemp("xla"))
     os.environ["SPECJAX_CACHE_DIR"] = directory
     use_compilation_cache()
-    # To write a program takes a third of the time to compile it, and few are wanted twice.
+    # Writing every program takes longer than reading the few that are wanted twice saves.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
 
 

@@ -1,7 +1,8 @@
 """Which cases of the longest tests are left to sweeps, so that the others end in time.
 
 A case that differs from its neighbours only in its rule, model or form rarely fails alone. A fault
-found in a sweep alone is a reason for a smaller number here.
+found in a sweep alone is a reason for a smaller number here. Where it matters which cases run, the
+test marks the others itself.
 """
 
 from __future__ import annotations
