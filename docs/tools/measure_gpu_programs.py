@@ -44,6 +44,7 @@ HEADS = (
     "temporaries MB",
     "cache copies",
     "sorts",
+    "empty conditions",
 )
 
 
@@ -95,6 +96,7 @@ def row(args: argparse.Namespace, mesh, method: str, draws: str, rows: int) -> l
         f"{program.temp_bytes / 1e6:.0f}",
         str(cache_copies(program.hlo, cache_shape(args, rows))),
         str(program.count.sorts),
+        str(program.count.empty_conditions),
     ]
 
 

@@ -278,10 +278,13 @@ def cond_in_place(condition: Bool[Array, ""], function: Callable[[T], T], carry:
     """``function(carry)`` if ``condition`` holds, else ``carry``.
 
     It is a loop of at most one turn. ``lax.cond`` would keep a second copy of what it returns, and
-    the carry holds caches.
+    the carry holds caches. The loop counts turns, because a condition must compute something: in a
+    CUDA graph, XLA does not order a flag that is read as it is after the body that clears it.
     """
 
-    def run(carry):
-        return ~carry[0], function(carry[1])
+    def run(loop):
+        turns, carry = loop
+        return turns - 1, function(carry)
 
-    return jax.lax.while_loop(lambda carry: carry[0], run, (condition, carry))[1]
+    turns = condition.astype(jnp.int32)
+    return jax.lax.while_loop(lambda loop: loop[0] > 0, run, (turns, carry))[1]
