@@ -1,13 +1,20 @@
 """Measures decoding on one accelerator: python docs/tools/measure_gpu.py --out FILE.json
 
 It needs only the repository: models of published shapes with random weights, bfloat16, and the
-embedded pair. It prints a table per part and writes the numbers after each. The parts:
+embedded pair. Each part is a process of its own, so that one that fails leaves the others as they
+are. It prints a table per part and writes the numbers after each. The parts, in this order:
 
+- tests: our attention kernel, the laws and the greedy equalities of the default tests, on this
+  device;
 - speed: plain decoding, tokens and GB a second, relative to what one product streams from memory;
-- curve: v(T), the cost of a target pass over T tokens, and c, that of a draft pass;
 - acceptance: speculative decoding if every drafted token is accepted with a given chance;
 - equality: greedy rows of the embedded pair whose tokens differ from plain decoding's;
-- suite: the tests, those of distributions in bfloat16 among them.
+- switches: plain decoding of the draft's shape with and without CUDA graphs and our kernels;
+- training: steps of the draft's shape, and the part of the device's peak that they reach;
+- curve: v(T), the cost of a target pass over T tokens, and c, that of a draft pass;
+- suite: all tests.
+
+The first seven fit ten minutes on an H100. `suite` runs if it is named.
 """
 
 from __future__ import annotations
@@ -15,6 +22,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import time
@@ -35,19 +43,36 @@ from specjax import metrics
 from specjax._util.files import markdown_table, write_text
 from specjax.core import probs
 from specjax.core.probs import Purpose
-from specjax.core.protocols import Rule, rule
+from specjax.core.protocols import rule
 from specjax.core.types import IID
 from specjax.demo.heldout import held_out_functions
-from specjax.models import ModelConfig, init_params
+from specjax.models import ModelConfig, init_params, param_shapes
 from specjax.models.cache import bucket
 from specjax.verify.verdicts import chain_verdict, draft_length
+from train.config import Optim
+from train.engine.loop import make_step
+from train.engine.operations import causal_operations
+from train.engine.optim import make_optimizer
+from train.lm.losses import data_loss
 
 Rows = list[dict[str, Any]]
-LOSSLESS = ("speculative", "block", "lookup", "specinfer", "spectr")
-WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-GAMMAS, CHANCES = (2, 4, 8), (0.6, 0.8, 0.9)
+ROW = "row: "  # before each row that a part's process prints
+TESTS = (
+    "tests/models/test_decode_kernel.py",
+    "tests/decoding/test_laws.py",
+    "tests/decoding/test_decode.py",
+    "tests/decoding/test_pass_width.py",
+    "tests/decoding/test_sdsat.py",
+    "tests/decoding/test_beam_laws.py",
+)
+LOSSLESS = ("speculative", "lookup", "specinfer")
+WIDTHS = (1, 4, 8, 16, 64, 256)
+GAMMAS, CHANCES = (4,), (0.6, 0.8, 0.9)
+MOST_ROWS = 8  # of acceptance
 PROMPT = 128
-PAIR, PASS_WIDTHS = ("demo", "demo-draft"), (None, 1, 8)
+PAIR, PASS_WIDTHS = ("demo", "demo-draft"), (1, 8)
+SWITCHES = ("", "SPECJAX_GPU_GRAPHS", "SPECJAX_GPU_KERNELS")
+BATCH, LENGTH = 8, 1024  # of training
 TOGETHER = 16  # rows of the part equality: up to this many, padding to eight tokens costs nothing
 TINY = {  # tiny sizes, which the tests run on a CPU
     "target": ModelConfig.llama(
@@ -70,36 +95,75 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--max-new-tokens", type=whole(2), default=128, metavar="N")
     parser.add_argument("--rows", type=whole(1), default=500, metavar="N", help="of equality")
     parser.add_argument("--dtype", default="bfloat16", help="of equality")
+    parser.add_argument("--seconds", type=whole(1), default=540, metavar="N", help="of all parts")
     parser.add_argument("--out", type=Path, metavar="FILE.json")
+    parser.add_argument("--only", choices=PARTS, help=argparse.SUPPRESS)  # in this process
     args = parser.parse_args(argv)
-    kept: dict[str, Any] = {"machine": machine()}
-    for name in args.parts or PARTS:
-        began, rows = time.perf_counter(), []
-        for row in PARTS[name](args):
+    if args.only:
+        for row in PARTS[args.only](args):
+            print(ROW + json.dumps(row), flush=True)
+        return
+    _run_parts(args, sys.argv[1:] if argv is None else argv)
+
+
+def _run_parts(args: argparse.Namespace, argv: list[str]) -> None:
+    """Each part in a process, its rows printed and written as they come."""
+    end = time.monotonic() + args.seconds
+    kept: dict[str, Any] = {}
+    for name in args.parts or [name for name in PARTS if name not in NAMED]:
+        began, rows = time.monotonic(), []
+        for row in _rows_of([*argv, "--only", name], end):
             rows.append(row)
-        said = markdown_table(list(rows[0]), [[_shown(v) for v in row.values()] for row in rows])
-        print(f"\n{name}, {time.perf_counter() - began:.0f} s\n\n{said}", flush=True)
-        kept[name] = rows
-        if args.out:
-            write_text(args.out, json.dumps(kept, indent=1) + "\n")
+            kept[name] = rows
+            if args.out:
+                write_text(args.out, json.dumps(kept, indent=1) + "\n")
+        print(f"\n{name}, {time.monotonic() - began:.0f} s\n")
+        if rows:
+            shown = [[_shown(v) for v in row.values()] for row in rows]
+            print(markdown_table(list(rows[0]), shown), flush=True)
+
+
+def _rows_of(argv: list[str], end: float | None, **environment: str) -> Iterator[dict[str, Any]]:
+    """What a process of this file prints as rows, until ``end``: then its group is killed."""
+    command = [sys.executable, __file__, *argv]
+    if end is not None:
+        seconds = max(1, int(end - time.monotonic()))
+        command = ["timeout", "--signal=KILL", str(seconds), *command]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=os.environ | environment
+    ) as process:
+        for line in process.stdout:
+            if line.startswith(ROW):
+                yield json.loads(line.removeprefix(ROW))
+            else:
+                sys.stderr.write(line)
+    if process.returncode:
+        sys.stderr.write(f"{' '.join(argv)}: ended with {process.returncode}\n")
 
 
 def _shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def pair(name: str) -> tuple[sj.LM, sj.LM]:
-    """A target and its draft with random weights, and no end of sequence."""
-    names = {"target": name, "draft": DRAFTS.get(name)}
-    shapes = TINY if name == "tiny" else {part: SHAPES[names[part]] for part in names}
-    return tuple(random_model(cfg, seed) for seed, cfg in enumerate(shapes.values()))
+def shape(name: str, part: str) -> ModelConfig:
+    """The shape of a target or of its draft, without an end of sequence."""
+    cfg = TINY[part] if name == "tiny" else SHAPES[{"target": name, "draft": DRAFTS[name]}[part]]
+    return dataclasses.replace(cfg, eos_ids=())
 
 
-def random_model(cfg: ModelConfig, seed: int) -> sj.LM:
-    """Random params, made on the device in one program, so that no float32 copy is stored."""
-    cfg = dataclasses.replace(cfg, eos_ids=())
-    make = jax.jit(lambda key: init_params(cfg, key, jnp.bfloat16))
-    return sj.from_params(cfg, make(jax.random.key(seed)))
+def random_model(cfg: ModelConfig) -> sj.LM:
+    """Random bfloat16 params, made on the device with one program per shape."""
+    keys = iter(jax.random.split(jax.random.key(0), 1 << 12))
+    normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
+    shapes = param_shapes(cfg)
+    # A norm's scale, of any value, leaves the costs as they are.
+    params = jax.tree.map(lambda x: 0.02 * normal(next(keys), x.shape, jnp.bfloat16), shapes)
+    return sj.from_params(cfg, params)
+
+
+def models(name: str) -> tuple[sj.LM, sj.LM]:
+    """A target and its draft."""
+    return random_model(shape(name, "target")), random_model(shape(name, "draft"))
 
 
 def decode(args: argparse.Namespace, target: sj.LM, rows: int, **more: Any) -> sj.Generation:
@@ -130,8 +194,9 @@ def per_second(out: sj.Generation) -> float:
 def speed(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Plain decoding of target and draft at each batch size."""
     streamed = memory_bandwidth(args.target == "tiny")
-    for model in pair(args.target):
-        cfg = model.config
+    for part in ("draft", "target"):
+        cfg = shape(args.target, part)
+        model = random_model(cfg)
         for rows in args.batch:
             out = decode(args, model, rows)
             capacity = bucket(PROMPT + args.max_new_tokens)
@@ -162,32 +227,29 @@ def memory_bandwidth(tiny: bool) -> float:
 
 def curve(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """v(T) of the target and c of its draft."""
-    v, c = costs(*pair(args.target), WIDTHS)
+    v, c = costs(*models(args.target), WIDTHS)
     yield from ({"tokens": width, "v": value, "c": c} for width, value in v.items())
 
 
-def coin(chance: float) -> Rule:
+@rule(accepts=(IID,), lossless=False, settings=("chance",))
+def coin(keys, draft, log_p, chance):
     """Accepts each drafted token with a given chance: a rule's cost without its distribution."""
-
-    @rule(accepts=(IID,), lossless=False)
-    def accept(keys, draft, log_p):
-        nodes = jnp.broadcast_to(jnp.arange(1, draft.tokens.shape[1]), draft.valid[:, 1:].shape)
-        passed = (probs.uniforms(keys, Purpose.ACCEPT, nodes) < chance) & draft.valid[:, 1:]
-        accepted = jnp.cumprod(passed, axis=1, dtype=jnp.int32).sum(-1, dtype=jnp.int32)
-        p = jnp.exp(probs.at_node(log_p, accepted))
-        return chain_verdict(keys, draft, accepted, accepted < draft_length(draft), p)
-
-    return accept
+    nodes = jnp.broadcast_to(jnp.arange(1, draft.tokens.shape[1]), draft.valid[:, 1:].shape)
+    passed = (probs.uniforms(keys, Purpose.ACCEPT, nodes) < chance) & draft.valid[:, 1:]
+    accepted = jnp.cumprod(passed, axis=1, dtype=jnp.int32).sum(-1, dtype=jnp.int32)
+    p = jnp.exp(probs.at_node(log_p, accepted))
+    return chain_verdict(keys, draft, accepted, accepted < draft_length(draft), p)
 
 
 def acceptance(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Speed over plain decoding at each batch size, draft length and chance of acceptance."""
-    target, draft = pair(args.target)
-    for rows in args.batch:
+    target, draft = models(args.target)
+    for rows in (rows for rows in args.batch if rows <= MOST_ROWS):
         plain = per_second(decode(args, target, rows))
         for gamma in GAMMAS:
             for chance in CHANCES:
-                parts = {"drafter": "chain", "rule": coin(chance), "options": {"gamma": gamma}}
+                options = {"gamma": gamma, "chance": chance}
+                parts = {"drafter": "chain", "rule": coin, "options": options}
                 out = decode(args, target, rows, draft=draft, **parts)
                 counted = {name: values.sum() for name, values in out.stats.items()}
                 yield {
@@ -218,23 +280,109 @@ def equality(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield {"pass width": target.pass_width, "method": method, "differ": differ}
 
 
+def switches(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The draft's shape, one row, with one part of the GPU's choices turned off."""
+    for name in SWITCHES:
+        off = {name: "0"} if name else {}
+        given = ["--target", args.target, "--max-new-tokens", str(args.max_new_tokens)]
+        for row in _rows_of([*given, "--only", "draft"], None, **off):
+            yield {"off": name or "nothing", **row}
+
+
+def draft_alone(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Plain decoding of the draft's shape, one row."""
+    model = random_model(shape(args.target, "draft"))
+    yield {"tokens/s": per_second(decode(args, model, 1))}
+
+
+def training(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Steps of the draft's shape: AdamW, bfloat16 passes of float32 params, blocks recomputed."""
+    cfg = shape(args.target, "draft")
+    batch, length = (1, 64) if args.target == "tiny" else (BATCH, LENGTH)
+    tokens = jax.random.randint(jax.random.key(0), (1, batch, length), 0, cfg.vocab_size)
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
+    batches = {
+        "tokens": tokens,
+        "labels": tokens,
+        "segments": jnp.zeros_like(tokens),
+        "positions": positions,
+    }
+    optimizer = make_optimizer(Optim(total_steps=10))
+    params = jax.jit(lambda key: init_params(cfg, key, jnp.float32))(jax.random.key(0))
+    state = jax.jit(optimizer.init)(params)
+    step = make_step(data_loss(cfg, "bfloat16", remat=True), optimizer)
+    times = []
+    for _ in range(6):
+        began = time.perf_counter()
+        params, state, *_ = jax.block_until_ready(step(params, state, None, batches))
+        times.append(time.perf_counter() - began)
+    seconds = float(np.median(times[2:]))
+    # Backward twice forward, nothing for recomputation.
+    rate = 3 * causal_operations(cfg, length) * tokens.size / seconds
+    peak = product_rate(args.target == "tiny")
+    yield {"tokens/s": tokens.size / seconds, "TFLOP/s": rate / 1e12, "of a product's": rate / peak}
+
+
+def product_rate(tiny: bool) -> float:
+    """FLOPs a second of a bfloat16 product of 8,192³."""
+    size = 64 if tiny else 8192
+    x = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
+    product = jax.jit(lambda x: x @ x)
+    product(x).block_until_ready()
+    times = []
+    for _ in range(10):
+        began = time.perf_counter()
+        product(x).block_until_ready()
+        times.append(time.perf_counter() - began)
+    return 2 * size**3 / min(times)
+
+
+def device(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """What is measured."""
+    yield machine()
+
+
+def tests(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The tests of the rounds' kernels, laws and equalities."""
+    yield _run_tests("not slow", *TESTS)
+
+
 def suite(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Both halves of the tests, in processes of their own."""
     for marker in ("not slow", "slow"):
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "8", "-m", marker]
-        ended = subprocess.run(command, capture_output=True, text=True)
-        sys.stderr.write(ended.stdout[-4000:])
-        last = (ended.stdout.strip().splitlines() or [ended.stderr[-200:]])[-1]
-        yield {"tests": marker, "exit": ended.returncode, "said": last}
+        yield _run_tests(marker)
+
+
+def _run_tests(marker: str, *files: str) -> dict[str, Any]:
+    """What pytest says last. Eight processes share the device, so none may reserve its memory."""
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=--strict-markers", "-v", "--tb=short"]
+    shared = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    last = ""
+    with subprocess.Popen(
+        [*command, "-n", "8", "-m", marker, *files],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=shared,
+    ) as process:
+        for last in process.stdout:
+            sys.stderr.write(last)
+    return {"tests": marker, "exit": process.returncode, "said": last.strip()}
 
 
 PARTS = {
+    "device": device,
+    "tests": tests,
     "speed": speed,
-    "curve": curve,
     "acceptance": acceptance,
     "equality": equality,
+    "switches": switches,
+    "training": training,
+    "curve": curve,
     "suite": suite,
+    "draft": draft_alone,  # of switches
 }
+NAMED = ("suite", "draft")  # they run only if they are named
 
 if __name__ == "__main__":
     main()

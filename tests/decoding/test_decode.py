@@ -11,7 +11,7 @@ import pytest
 import specjax as sj
 from conftest import tiny_lm
 from specjax._util.errors import OptionError
-from specjax._util.platform import CPU
+from specjax._util.platform import platform
 from specjax.core import loop
 from specjax.core.round import NARROW, DraftVerify
 from specjax.core.scoring import score
@@ -298,6 +298,9 @@ def test_one_trace_per_bucket_over_settings_keys_and_lengths(target, draft, name
         ("bild", {"gamma": 5}, 2),
     ],
 )
+@pytest.mark.skipif(
+    jax.default_backend() == "gpu", reason="partial sums of its kernel are half of a layer's keys"
+)
 def test_compiled_loop_holds_no_copy_of_the_cache(name, options, rows):
     # Large heads make the cache much larger than the scores, which also grow with the positions.
     target, draft = tiny_lm(1, head_dim=64), tiny_lm(2, layers=1)
@@ -318,7 +321,7 @@ def test_buckets_waste_at_most_a_third_and_hold_whole_prefill_passes():
         chunk = chunk_size(prompt, rows)
         assert chunk == 16 or chunk < 2 * prompt
         assert chunk == 16 or rows * chunk <= MAX_TOKENS
-    assert chunk_size(5000) == chunk_size(5000, 64) == CPU.prefill_chunk
+    assert chunk_size(5000) == chunk_size(5000, 64) == platform().prefill_chunk
     target = tiny_lm(1)
     built, settings = sj.method("autoregressive").build(Context(target, None), {})
     inputs = Engine(target, None, built, settings).inputs(SAMPLING, 1)
@@ -342,7 +345,7 @@ def test_buckets_waste_at_most_a_third_and_hold_whole_prefill_passes():
     ],
 )
 def test_a_pass_is_as_wide_as_the_longest_live_draft(lengths, live, wide):
-    target, rows, nodes = tiny_lm(1), 2, 7
+    target, rows, nodes = dataclasses.replace(tiny_lm(1), pass_width=1), 2, 7
     method = DraftVerify(Lookup(gamma=nodes - 1), sj.Warped(), speculative)
     tokens = jnp.arange(rows * nodes).reshape(rows, nodes)
     valid = jnp.arange(1, nodes) < jnp.array(lengths)[:, None]

@@ -1,4 +1,4 @@
-"""The GPU's kernel for narrow passes, in Pallas' interpreter, against dense attention."""
+"""The GPU's kernel for narrow passes against dense attention: elsewhere in Pallas' interpreter."""
 
 import dataclasses
 
@@ -16,6 +16,14 @@ from specjax.models.quantized_cache import QuantizedKV
 # Rows, tokens, query heads, key heads, capacity, head size.
 SHAPES = [(2, 8, 8, 2, 256, 16), (1, 5, 4, 4, 128, 32), (3, 1, 8, 1, 640, 16)]
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+INTERPRET = jax.default_backend() != "gpu"
+
+
+@pytest.fixture(autouse=True)
+def exact_products():
+    """A GPU would round float32 operands of the reference to 10 bits."""
+    with jax.default_matmul_precision("highest"):
+        yield
 
 
 def arrays(shape, dtype, seed=0):
@@ -47,7 +55,7 @@ def test_chains_equal_attention_to_the_whole_cache(shape, window, dtype):
     want = dense.dense_attention(q, k, v, mask, transform)
     last = base + count - 1
     got = decode_attention(
-        q, k, v, positions, last, window=window, transform=transform, interpret=True
+        q, k, v, positions, last, window=window, transform=transform, interpret=INTERPRET
     )
     np.testing.assert_allclose(
         np.asarray(got, np.float32), np.asarray(want, np.float32), atol=TOLERANCE[dtype]
@@ -71,12 +79,12 @@ def test_trees_equal_attention_to_the_whole_cache(shape):
     mask = dense.cache_mask(positions, base, tree, count, capacity)
 
     want = dense.dense_attention(q, k, v, mask)
-    got = decode_attention(q, k, v, positions, base + count - 1, mask, interpret=True)
+    got = decode_attention(q, k, v, positions, base + count - 1, mask, interpret=INTERPRET)
     np.testing.assert_allclose(got, want, atol=1e-5)
 
     # A sibling in place of the node itself must show.
     wrong = dense.cache_mask(positions, base, tree[:, ::-1], count, capacity)
-    other = decode_attention(q, k, v, positions, base + count - 1, wrong, interpret=True)
+    other = decode_attention(q, k, v, positions, base + count - 1, wrong, interpret=INTERPRET)
     assert np.abs(other - want).max() > 1e-2
 
 
@@ -90,8 +98,8 @@ def test_blocks_past_the_last_visible_position_are_not_read():
     beyond = np.arange(512) >= end[:, None]
     broken = jnp.where(beyond[:, None, :, None], jnp.nan, k)
 
-    want = decode_attention(q, k, v, positions, base + 3, interpret=True)
-    got = decode_attention(q, broken, v, positions, base + 3, interpret=True)
+    want = decode_attention(q, k, v, positions, base + 3, interpret=INTERPRET)
+    got = decode_attention(q, broken, v, positions, base + 3, interpret=INTERPRET)
     assert np.isfinite(want).all()
     np.testing.assert_array_equal(got, want)
 
@@ -102,9 +110,9 @@ def test_a_result_does_not_depend_on_padding_of_the_pass():
     q, k, v, base = arrays(shape, "bfloat16")
     positions = base[:, None] + jnp.arange(8, dtype=jnp.int32)
     alone = jnp.repeat(q[:, :1], 8, axis=1)
-    whole = decode_attention(q, k, v, positions, base + 7, interpret=True)
+    whole = decode_attention(q, k, v, positions, base + 7, interpret=INTERPRET)
     padded = decode_attention(
-        alone, k, v, jnp.repeat(positions[:, :1], 8, axis=1), base, interpret=True
+        alone, k, v, jnp.repeat(positions[:, :1], 8, axis=1), base, interpret=INTERPRET
     )
     np.testing.assert_array_equal(whole[:, 0], padded[:, 0])
 
@@ -113,7 +121,8 @@ def test_what_the_kernel_cannot_do_is_left_to_others(monkeypatch):
     with_kernel = dataclasses.replace(CPU, decode_kernel=True)
     cache = jax.ShapeDtypeStruct((1, 2, 256, 64), jnp.bfloat16)
     plain = ScoreTransform()
-    assert not supports_decode(8, 8, cache, plain)  # on a CPU
+    monkeypatch.setattr(decode_kernel, "platform", lambda: CPU)
+    assert not supports_decode(8, 8, cache, plain)
     monkeypatch.setattr(decode_kernel, "platform", lambda: with_kernel)
     assert supports_decode(8, 8, cache, plain)
     assert not supports_decode(64, 8, cache, plain)  # a wide pass

@@ -7,10 +7,12 @@ import pytest
 
 pytestmark = pytest.mark.slow
 TOOLS = Path(__file__).parents[2] / "docs/tools"
+TINY = ("--target", "tiny", "--batch", "2", "--max-new-tokens", "6")
 
 
 @pytest.fixture
-def tool(monkeypatch):
+def rows_of(monkeypatch, capsys):
+    """Runs a part in this process, and returns its rows."""
     monkeypatch.syspath_prepend(str(TOOLS))
     import measure_gpu
 
@@ -19,21 +21,39 @@ def tool(monkeypatch):
     monkeypatch.setattr(measure_gpu, "WIDTHS", (1, 4))
     monkeypatch.setattr(measure_gpu, "PASS_WIDTHS", (8,))
     monkeypatch.setattr(measure_gpu, "LOSSLESS", ("speculative",))
-    return measure_gpu
+
+    def run(part, *argv):
+        measure_gpu.main(["--only", part, *argv])
+        lines = capsys.readouterr().out.splitlines()
+        return [json.loads(line.removeprefix(measure_gpu.ROW)) for line in lines]
+
+    return run
 
 
-def test_every_part_writes_its_rows(tool, tmp_path, capsys):
+def test_every_part_has_its_rows(rows_of):
+    speed = rows_of("speed", *TINY)
+    assert [row["hidden size"] for row in speed] == [32, 64]
+    assert all(row["tokens/s"] > 0 and row["GB/s"] > 0 for row in speed)
+    assert [row["tokens"] for row in rows_of("curve", *TINY)] == [1, 4]
+    # The chances asked for.
+    assert [row["λ"] for row in rows_of("acceptance", *TINY)] == [0, 1]
+    (training,) = rows_of("training", *TINY)
+    assert training["tokens/s"] > 0
+
+
+def test_equality_counts_rows_that_differ(rows_of):
+    rows = rows_of("equality", "--rows", "2", "--max-new-tokens", "3", "--dtype", "float32")
+    assert rows == [{"pass width": 8, "method": "speculative", "differ": 0}]
+
+
+def test_a_part_that_fails_leaves_the_others(rows_of, monkeypatch, tmp_path, capsys):
+    """Each part is a process of its own. A test that it cannot collect ends the first."""
+    import measure_gpu
+
     out = tmp_path / "gpu.json"
-    command = ["speed", "curve", "acceptance", "--target", "tiny", "--batch", "2"]
-    tool.main([*command, "--max-new-tokens", "6", "--out", str(out)])
+    monkeypatch.setenv("PYTEST_ADDOPTS", "--no-such-option")
+    measure_gpu.main(["tests", "device", "--out", str(out)])
     kept = json.loads(out.read_text())
-    assert [row["hidden size"] for row in kept["speed"]] == [64, 32]
-    assert all(row["tokens/s"] > 0 and row["GB/s"] > 0 for row in kept["speed"])
-    assert [row["tokens"] for row in kept["curve"]] == [1, 4]
-    assert [row["λ"] for row in kept["acceptance"]] == [0, 1]  # the chances asked for
-    assert "| hidden size | rows | tokens/s |" in capsys.readouterr().out
-
-
-def test_equality_counts_rows_that_differ(tool, capsys):
-    tool.main(["equality", "--rows", "2", "--max-new-tokens", "3", "--dtype", "float32"])
-    assert "| 8 | speculative | 0 |" in capsys.readouterr().out
+    assert kept["tests"][0]["exit"] == 4
+    assert kept["device"][0]["device"].startswith("cpu")
+    assert "| tests | exit | said |" in capsys.readouterr().out
