@@ -223,8 +223,9 @@ def test_shards_hold_the_masks_of_memory(tokenizer, tmp_path, capsys):
     assert "conversations among them: " in capsys.readouterr().err
 
 
-def test_rows_hold_whole_conversations_and_are_full(tokenizer, tmp_path):
-    corpus, _ = corpora(tokenizer, tmp_path, 400)
+@pytest.mark.parametrize("place", ["memory", "shards"])
+def test_rows_hold_whole_conversations_and_are_full(tokenizer, tmp_path, place):
+    corpus = dict(zip(("memory", "shards"), corpora(tokenizer, tmp_path, 400), strict=True))[place]
     (source,) = corpus.sources
     rows = training_rows(corpus, 256, seed=1)
     seen = []

@@ -96,6 +96,7 @@ class WholeRows:
 
     @classmethod
     def of(cls, lengths: np.ndarray, order: np.ndarray, T: int) -> WholeRows:
+        lengths = lengths.astype(np.int64)  # shards count in uint32, whose negatives are large
         counts = -(-lengths[order] // T)  # pieces of each document
         documents = np.repeat(order, counts)
         begins = T * (np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts))
