@@ -397,6 +397,7 @@ def trees_of(drafter):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_a_tree_of_the_past_is_lossless():
     counts, calls = own_pasts(trees_of(sj.draft.Tree), CHANGING_TREES, "draft_calls")
     assert len(calls) > 2, "rows whose trees change with what was accepted"
@@ -404,6 +405,7 @@ def test_a_tree_of_the_past_is_lossless():
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_a_tree_that_peeks_at_the_draft_is_caught():
     few = laws.SAMPLES // 8  # the bias is large
     counts, _ = own_pasts(trees_of(Culled), CHANGING_TREES, "draft_calls", few)

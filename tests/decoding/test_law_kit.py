@@ -204,6 +204,7 @@ def test_what_cannot_be_tested_is_refused(changed, said):
 
 @pytest.mark.slow
 @pytest.mark.torch
+@pytest.mark.sweep
 def test_assisted_generation_of_transformers_has_its_law():
     """transformers' assisted sampling, with its default confidence threshold, passes the test."""
     torch = pytest.importorskip("torch")

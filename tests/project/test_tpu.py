@@ -56,6 +56,7 @@ def test_a_piece_of_a_long_prompt_costs_little_more_than_its_products():
     assert float(row["over them"]) < 1.5
 
 
+@pytest.mark.sweep
 def test_a_head_in_8_bits_drafts_for_a_twentieth_of_a_step():
     rows = measured("measure_head", "--batch", "1", "--quantize", "int8")
     (draft,) = (row for row in rows if row["round"] == "draft step")

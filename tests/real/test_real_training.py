@@ -29,6 +29,7 @@ def plain(smollm2, prompts):
     return sj.generate(smollm2, prompts[:4], max_new_tokens=8).tokens
 
 
+@pytest.mark.sweep  # minutes, most of them compilation
 def test_gated_adapters(directory, tmp_path, monkeypatch, prompts, plain):
     monkeypatch.chdir(ROOT)
     settings = (f"model.init_from={directory}", f"run.dir={tmp_path}", "sdsat.decode_prompts=0")

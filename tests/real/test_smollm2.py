@@ -63,6 +63,7 @@ def test_lossless_methods_give_plain_decodings_tokens(
     assert same(made.tokens, [plain[i] for i in chosen])
 
 
+@pytest.mark.sweep
 def test_a_quantized_copy_drafts(smollm2, prompts, plain):
     made = sj.generate(
         smollm2, prompts[:2], method="speculative", draft="self:int4", max_new_tokens=TOKENS
@@ -79,6 +80,7 @@ def test_a_long_prompt_in_pieces_and_a_prefix(smollm2, prompts, plain):
     assert made.cached_tokens[2] > 1000
 
 
+@pytest.mark.sweep
 def test_the_files_codes_give_the_same_tokens(plain, prompts):
     """The weights as they are in the file; a CPU widens them for each pass."""
     kept = sj.load("smollm2")
