@@ -226,8 +226,8 @@ def check_grid(options: str, values: Sequence[Sequence]) -> None:
         raise OptionError(f"{options}: a grid of {points:,} points; expected at most {MAX_VALUES}")
 
 
-def make_directory(out: str) -> Path:
-    """Makes the directory of ``--out`` and checks that it can be written.
+def make_directory(out: str, option: str = "--out") -> Path:
+    """Makes the directory that an option names, and checks that it can be written.
 
     Programs call it first, so that a wrong path does not cost a measurement.
 
@@ -240,4 +240,4 @@ def make_directory(out: str) -> Path:
         with tempfile.TemporaryFile(dir=directory):
             return directory
     except OSError as error:
-        raise OptionError(f"--out {out}: cannot be written ({error.strerror})") from None
+        raise OptionError(f"{option} {out}: cannot be written ({error.strerror})") from None

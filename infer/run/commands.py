@@ -199,6 +199,13 @@ def _add_output(group: _ArgumentGroup) -> None:
         "started again",
     )
     group.add_argument(
+        "--profile",
+        type=cli.some_text,
+        metavar="DIR",
+        help="decode the first --batch-size prompts twice, write a trace of the second run for a "
+        "profiler's viewer to DIR, and exit",
+    )
+    group.add_argument(
         "--distributed",
         type=cli.place,
         metavar=cli.Place.FORM,
@@ -229,6 +236,10 @@ def check(args: argparse.Namespace, commands: Parser) -> None:
         commands.error("--chat and --prefix exclude each other: infilling has no chat template")
     if args.method and (args.drafter or args.rule or args.target_dist):
         commands.error("--method and --drafter/--rule/--target-dist exclude each other")
+
+    for name in ("out", "json", "plan", "distributed"):
+        if args.profile and vars(args)[name]:
+            commands.error(f"--profile and --{name} exclude each other: it writes a trace alone")
 
     args.split = None
     args.span = None

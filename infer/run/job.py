@@ -17,12 +17,13 @@ import numpy as np
 from rich.console import Console
 
 import specjax as sj
-from infer.cli import BAD_LINES
+from infer.cli import BAD_LINES, make_directory
 from infer.datasets.table import Source
 from infer.loading import chosen_sampling, load_models, use_compilation_cache
 from infer.prompts import Prompt, PromptEncoder, read_prompts, report, stops_of
 from infer.run.demo import PROMPT
 from infer.run.output import PROMPT_DIGEST, SHOWN_DIGITS, Output, prompt_digest, row_object
+from infer.run.profile import trace_second_run
 from infer.run.screen import Screen, WaitMessage, printable
 from infer.sampling_options import given_settings
 from infer.timing import row_seconds
@@ -99,8 +100,8 @@ def _run(args: argparse.Namespace) -> int:
         return _decode_file(job)
     prompt = only_prompt(args, job.encoder)
     report("infer.run", [prompt])
-    if args.json or args.out:
-        job.decode([prompt])
+    if args.json or args.out or args.profile:
+        job.work([prompt])
     else:
         job.show(prompt, compiles)
     return 0
@@ -138,7 +139,7 @@ def _decode_file(job: Job) -> int:
         job = dataclasses.replace(job, arguments=job.arguments | {"stop": stop})
     if any("suffix" in prompt.entry for prompt in prompts):
         job = dataclasses.replace(job, target=ending_middles(job.target))
-    job.decode(prompts)
+    job.work(prompts)
     return BAD_LINES if bad else 0
 
 
@@ -283,6 +284,24 @@ class Job:
         return statistics.median(timed), same
 
     # --- many prompts, as objects --------------------------------------------------------------
+
+    def work(self, prompts: Sequence[Prompt]) -> None:
+        """Decodes prompts as objects, or traces how the first ``--batch-size`` are decoded."""
+        if not self.args.profile:
+            self.decode(prompts)
+            return
+        batch = prompts[: self.args.batch_size]
+        decode = functools.partial(
+            sj.generate,
+            self.target,
+            [prompt.tokens for prompt in batch],
+            indices=[prompt.index for prompt in batch],
+            constraints=[prompt.constraints for prompt in batch],
+            num_samples=self.args.num_samples,
+            batch_size=self.args.batch_size,
+            **self.arguments,
+        )
+        trace_second_run(decode, make_directory(self.args.profile, "--profile"))
 
     def decode(self, prompts: Sequence[Prompt]) -> None:
         """Decodes all prompts, ``--batch-size`` rows at a time.

@@ -126,7 +126,8 @@ class DraftVerify(Method):
 
     def propose(self, inputs: Inputs, state: DecodeState, keys: Key[Array, "B"]) -> Proposal:
         """The round's draft."""
-        return self.drafter.propose(inputs, state, keys)
+        with jax.named_scope("draft"):
+            return self.drafter.propose(inputs, state, keys)
 
     @property
     def pass_sizes(self) -> tuple[int, ...]:
@@ -170,7 +171,8 @@ class DraftVerify(Method):
         """One target pass over all nodes of a draft, and the rule's verdict."""
         start = state.length - 1  # the cache position of the root
         aux_layers = self.drafter.aux_layers(inputs)
-        scores, cache, aux_states = score(inputs.target, state.cache, start, draft, aux_layers)
+        with jax.named_scope("target_pass"):
+            scores, cache, aux_states = score(inputs.target, state.cache, start, draft, aux_layers)
         draft = draft.replace(aux_states=aux_states)
         nodes = draft.shape.nodes
         logits = scores[:, :nodes]

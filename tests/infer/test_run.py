@@ -1,6 +1,7 @@
 """infer.run: the command line's contract."""
 
 import dataclasses
+import gzip
 import io
 import json
 import math
@@ -601,6 +602,26 @@ def test_a_prompt_past_the_drafts_context_is_a_bad_line(pair, tmp_path, capsys):
     assert run(capsys, *job, "--method", "autoregressive")[0] == 0
     code, out, _ = run(capsys, *job, "--plan", "--memory", 1)
     assert code == 0 and " rows of 24 tokens" in out
+
+
+def test_a_profile_is_a_trace_of_the_second_run(pair, job_file, tmp_path, capsys):
+    """It has the run's program and none that compiles; each run adds a trace of its own."""
+    where = tmp_path / "profile"
+    job = [*pair, "--prompts", job_file, "--profile", where]
+    for count in (1, 2):
+        code, out, _ = run(capsys, *job)
+        traces = sorted(where.rglob("perfetto_trace.json.gz"))
+        assert code == 0 and len(traces) == count and f"24 tokens in 2 rows: {traces[-1]}" in out
+        events = json.loads(gzip.decompress(traces[-1].read_bytes()))
+        names = {event.get("name", "") for event in events["traceEvents"]}
+        assert any("PjitFunction(run)" in name for name in names)
+        assert not any("backend_compile" in name for name in names)
+        time.sleep(1.1)  # a trace's directory is named by the second
+    for other in (["--json"], ["--out", tmp_path / "out"], ["--plan"]):
+        code, _, err = run(capsys, *job, *other)
+        assert code == 2 and f"--profile and {other[0]} exclude each other" in err
+    code, _, err = run(capsys, *job[:-1], job_file)
+    assert code == 2 and f"--profile {job_file}: cannot be written" in err
 
 
 def test_other_formats_and_a_tree_job_resumes(pair, tmp_path, capsys):
