@@ -15,6 +15,7 @@ from argparse import _ArgumentGroup
 from collections.abc import Sequence
 
 from infer import cli
+from infer.serve.log import FORMATS
 from infer.serve.tools.families import FAMILIES
 from specjax._util.program import Parser, run
 
@@ -39,6 +40,7 @@ def parser() -> Parser:
     _add_decoding(out.add_argument_group("decoding"))
     _add_address(out.add_argument_group("address"))
     _add_limits(out.add_argument_group("limits"))
+    _add_log(out.add_argument_group("log"))
     return out
 
 
@@ -129,6 +131,16 @@ def _add_address(group: _ArgumentGroup) -> None:
         "--name",
         type=cli.some_text,
         help="the model's name for clients (default: the last part of --target)",
+    )
+
+
+def _add_log(group: _ArgumentGroup) -> None:
+    group.add_argument(
+        "--log-format",
+        choices=FORMATS,
+        default=FORMATS[0],
+        help="text: faults alone; json: one object a line, and a line for each completion and each "
+        "answer (default: %(default)s)",
     )
 
 

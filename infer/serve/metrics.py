@@ -7,6 +7,7 @@ import time
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from infer.serve.engine_thread import EngineThread, Submission
+from infer.serve.log import log_request
 from specjax.runtime.output import Generation
 
 SECONDS_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
@@ -65,6 +66,7 @@ class PrometheusMetrics:
     def answered(self, path: str, status: int) -> None:
         """An HTTP request was answered."""
         self._answers.labels(path, status).inc()
+        log_request("answer", path=path, status=status)
 
     def ended(self, submission: Submission, row: Generation) -> None:
         """A row has ended; ``row`` is the generation of this row alone."""
@@ -77,7 +79,20 @@ class PrometheusMetrics:
         self._tested.labels(name).inc(int(stats["tested"][0]))
         self._accepted.labels(name).inc(int(stats["accepted"][0]))
         self._passes.labels(name).inc(int(stats["target_calls"][0]))
-        self._seconds.labels(name).observe(time.perf_counter() - submission.arrived)
+        seconds = time.perf_counter() - submission.arrived
+        self._seconds.labels(name).observe(seconds)
+        log_request(
+            "completion",
+            method=name,
+            finish_reason=row.finish_reasons[0],
+            prompt_tokens=int(row.prompt_tokens[0]),
+            cached_tokens=int(row.cached_tokens[0]),
+            completion_tokens=len(row.tokens[0]),
+            tested=int(stats["tested"][0]),
+            accepted=int(stats["accepted"][0]),
+            target_passes=int(stats["target_calls"][0]),
+            seconds=round(seconds, 4),
+        )
 
     def left(self, rows: int) -> None:
         """Unfinished rows were dropped, because their client disconnected."""

@@ -24,7 +24,7 @@ from infer.serve.app import Server
 from infer.serve.commands import KEY_VARIABLE
 from infer.serve.connections import Connection, connections_within
 from infer.serve.engine_thread import EngineThread, Variant
-from infer.serve.log import limit_log
+from infer.serve.log import limit_log, log_format
 from infer.serve.memory import limited_memory
 from infer.serve.metrics import PrometheusMetrics
 from infer.serve.schemas import CompletionBody
@@ -55,7 +55,11 @@ def serve(args: argparse.Namespace) -> int:
         spec.resolve(dict(args.set))
     _allowed_methods(args.methods)
     limit_log()
-    with limited_memory(), _listening_socket(args.host, args.port) as listener:
+    with (
+        log_format(args.log_format),
+        limited_memory(),
+        _listening_socket(args.host, args.port) as listener,
+    ):
         use_compilation_cache()
         target, draft = load_models(args, spec is None or spec.needs_draft, args.mesh)
         with assembled(args, target, draft, keys) as (server, engine):

@@ -3,14 +3,16 @@
 import contextlib
 import json
 import logging
+import re
 import resource
 import socket
+import sys
 import time
 
 import pytest
 
 from infer.serve import connections
-from infer.serve.log import RECORDS, Limit
+from infer.serve.log import LOG, RECORDS, Limit, log_format
 from infer.serve.server import _listening_socket, _shown_name
 from specjax._util.errors import InputError
 from support.serving import served_models, serving, until
@@ -266,3 +268,26 @@ def test_open_files_bound_connections():
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300 + connections.OTHER_FILES
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_the_log_as_json_has_a_line_for_each_completion_and_answer(server, capsys):
+    """Whatever else is printed is the message of a line. No line has the prompt."""
+    body = {"prompt": "a secret of the client", "max_tokens": 3, "temperature": 0}
+    with log_format("json"):
+        server.ask("POST", "/v1/completions", body)
+        server.ask("GET", "/nowhere")
+        print("a warning of a library", file=sys.stderr)
+        LOG.error("method failed", exc_info=ValueError("why"))
+    server.ask("POST", "/v1/completions", body)  # as text, nothing is written
+    err = capsys.readouterr().err
+    lines = [json.loads(line) for line in err.splitlines()]
+    (completion,) = (line for line in lines if line["message"] == "completion")
+    assert (completion["completion_tokens"], completion["finish_reason"]) == (3, "length")
+    assert completion["seconds"] > 0
+    answers = [line["status"] for line in lines if line["message"] == "answer"]
+    assert answers[-2:] == [200, 404]  # before them maybe those of earlier tests
+    warning, fault = lines[-2:]
+    assert warning["message"] == "a warning of a library"
+    assert fault["level"] == "error" and "ValueError: why" in fault["traceback"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:]{8}\.\d{3}Z", fault["time"])
+    assert "secret" not in err
