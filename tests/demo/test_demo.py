@@ -55,7 +55,7 @@ def test_the_head_is_plain_greedy_and_accepted(pair, prompts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("batch_size", "count"), [(1, 40), (8, 200)])
+@pytest.mark.parametrize(("batch_size", "count"), [(1, 40), (8, 80)])
 def test_speculative_is_plain_greedy_on_held_out_functions(pair, prompts, batch_size, count):
     target, draft = pair
     prompts = prompts[:count]
@@ -82,6 +82,7 @@ def test_greedy_is_transformers_greedy_on_held_out_functions(pair, prompts):
     from infer.bench import peer_transformers
     from specjax.lm import EMBEDDED
 
+    prompts = prompts[:50]
     model = peer_transformers.load(str(EMBEDDED["demo"]))
     theirs = peer_transformers.decode(model, prompts, 24)["tokens"]
     ours = sj.generate(pair[0], prompts, max_new_tokens=24, batch_size=8)
