@@ -8,16 +8,22 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from infer.serve.engine_thread import EngineThread, Submission
 from infer.serve.log import log_request
+from infer.serve.vllm_metrics import VllmMetrics
 from specjax.runtime.output import Generation
 
 SECONDS_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 
 
 class PrometheusMetrics:
-    """Counters and gauges of one server; an :class:`~infer.serve.engine_thread.EngineMetrics`."""
+    """Counters and gauges of one server; an :class:`~infer.serve.engine_thread.EngineMetrics`.
 
-    def __init__(self):
+    Args:
+      model: the model's name for clients.
+    """
+
+    def __init__(self, model: str):
         self.registry = CollectorRegistry()
+        self._as_vllm = VllmMetrics(self.registry, model, SECONDS_BUCKETS)
         by_method = ["method"]
 
         self._answers = self._new(Counter, "answers", "HTTP answers", ["path", "status"])
@@ -62,6 +68,7 @@ class PrometheusMetrics:
         self._waiting.set_function(lambda: engine.num_waiting)
         self._running.set_function(lambda: engine.num_running)
         self._schedulers.set_function(lambda: engine.num_schedulers)
+        self._as_vllm.watch(engine)
 
     def answered(self, path: str, status: int) -> None:
         """An HTTP request was answered."""
@@ -81,6 +88,7 @@ class PrometheusMetrics:
         self._passes.labels(name).inc(int(stats["target_calls"][0]))
         seconds = time.perf_counter() - submission.arrived
         self._seconds.labels(name).observe(seconds)
+        self._as_vllm.ended(row, seconds)
         log_request(
             "completion",
             method=name,

@@ -96,7 +96,7 @@ def assembled(
         methods=_allowed_methods(args.methods),
         tool_family=args.tool_call_parser or family_name(target.tokenizer.tool_template),
     )
-    metrics = PrometheusMetrics()
+    metrics = PrometheusMetrics(admission.name)
     engine = EngineThread(
         size=admission.size,
         bounds=admission.bounds,

@@ -315,6 +315,46 @@ def test_models_health_metrics(server, client):
     assert counted["specjax_rows_in_flight"] == counted["specjax_rows_waiting"] == "0.0"
 
 
+def counters(server):
+    """The values of /metrics by their names with labels."""
+    page = server.ask("GET", "/metrics")[1].decode()
+    pairs = (line.rsplit(" ", 1) for line in page.splitlines() if line[0] != "#")
+    return {name: float(value) for name, value in pairs}
+
+
+def test_metrics_under_vllm_s_names_count_what_generate_counts(server):
+    labels = 'engine="0",model_name="tiny"'
+    before = counters(server)
+    server.complete(prompt=TEXT, max_tokens=16, temperature=0, method="speculative")
+    after = counters(server)
+
+    def new(name, more=""):
+        key = f"vllm:{name}{{{labels}{more}}}"
+        return after[key] - before.get(key, 0)
+
+    out = generated(server, max_new_tokens=16)
+    stats = {name: values[0] for name, values in out.stats.items() if name != "passes"}
+    assert new("generation_tokens_total") == len(out.tokens[0])
+    assert new("prompt_tokens_total") == out.prompt_tokens[0]
+    assert new("spec_decode_num_drafts_total") == stats["rounds"]
+    assert new("spec_decode_num_draft_tokens_total") == stats["drafted"]
+    assert new("spec_decode_num_accepted_tokens_total") == stats["accepted"] > 0
+    depth = len(stats["accepted_hist"]) - 1
+    accepted = [
+        new("spec_decode_num_accepted_tokens_per_pos_total", f',position="{i}"')
+        for i in range(depth)
+    ]
+    assert sum(accepted) == stats["accepted"] and accepted == sorted(accepted, reverse=True)
+    assert new("e2e_request_latency_seconds_count") == 1
+    ended = 'vllm:request_success_total{engine="0",finished_reason="length",model_name="tiny"}'
+    assert after[ended] - before.get(ended, 0) == 1
+
+    before = after
+    server.complete(prompt=TEXT, max_tokens=3, method="autoregressive")
+    after = counters(server)
+    assert new("spec_decode_num_drafts_total") == 0 and new("generation_tokens_total") == 3
+
+
 @pytest.mark.skipif(not shutil.which("curl"), reason="needs curl")
 def test_curl(server):
     def curl(*arguments):

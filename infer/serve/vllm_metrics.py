@@ -1,0 +1,80 @@
+"""The server's counters under vLLM's names, which dashboards and benchmark clients read.
+
+One completion is one request. Only names whose meaning is the same are there. vLLM counts a draft
+where it has draft tokens; here every round of a method that drafts counts as one.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from infer.serve.engine_thread import EngineThread
+from specjax.runtime.output import Generation
+
+PREFIX = "vllm:"
+SPEC = "spec_decode_num_"
+ENGINE = "0"  # vLLM's label for one of several engines; here there is one
+
+
+class VllmMetrics:
+    """Counters and gauges of one server in ``registry``.
+
+    Args:
+      model: the model's name for clients, the label ``model_name``.
+      buckets: seconds, of the histogram of latencies.
+    """
+
+    def __init__(self, registry: CollectorRegistry, model: str, buckets: tuple[float, ...]):
+        labels = ("model_name", "engine")
+
+        def new(kind: type, name: str, text: str, *more: str, **options):
+            metric = kind(PREFIX + name, text, [*labels, *more], registry=registry, **options)
+            return metric if more else metric.labels(model, ENGINE)
+
+        self._model = model
+        self._running = new(Gauge, "num_requests_running", "Completions that have a batch slot")
+        self._waiting = new(Gauge, "num_requests_waiting", "Completions that wait for one")
+        self._prompt = new(Counter, "prompt_tokens", "Prompt tokens of completions that ended")
+        self._cached = new(Counter, "prefix_cache_hits", "Those from the prefix cache")
+        self._written = new(Counter, "generation_tokens", "Tokens generated")
+        self._ended = new(Counter, "request_success", "Completions that ended", "finished_reason")
+        self._seconds = new(
+            Histogram,
+            "e2e_request_latency_seconds",
+            "Seconds from a request's arrival to the end of a completion",
+            buckets=buckets,
+        )
+        self._drafts = new(Counter, f"{SPEC}drafts", "Rounds of methods that draft")
+        self._drafted = new(Counter, f"{SPEC}draft_tokens", "Draft tokens, along a draft's depth")
+        self._accepted = new(Counter, f"{SPEC}accepted_tokens", "Draft tokens accepted")
+        self._at_position = new(
+            Counter,
+            f"{SPEC}accepted_tokens_per_pos",
+            "Draft tokens accepted at a position of the draft",
+            "position",
+        )
+
+    def watch(self, engine: EngineThread) -> None:
+        """Reads the gauges from this engine whenever the page is asked for."""
+        self._waiting.set_function(lambda: engine.num_waiting)
+        self._running.set_function(lambda: engine.num_running)
+
+    def ended(self, row: Generation, seconds: float) -> None:
+        """A completion has ended; ``row`` is its generation alone."""
+        self._ended.labels(self._model, ENGINE, row.finish_reasons[0]).inc()
+        self._prompt.inc(row.prompt_tokens[0])
+        self._cached.inc(row.cached_tokens[0])
+        self._written.inc(len(row.tokens[0]))
+        self._seconds.observe(seconds)
+
+        stats = row.stats
+        if not stats["drafted"][0]:
+            return
+        self._drafts.inc(int(stats["rounds"][0]))
+        self._drafted.inc(int(stats["drafted"][0]))
+        self._accepted.inc(int(stats["accepted"][0]))
+        # A round that accepts d tokens accepts one at each of the positions 0 to d - 1.
+        rounds_by_depth = stats["accepted_hist"][0]
+        for position in range(len(rounds_by_depth) - 1):
+            count = int(rounds_by_depth[position + 1 :].sum())
+            self._at_position.labels(self._model, ENGINE, str(position)).inc(count)
