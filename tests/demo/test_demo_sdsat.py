@@ -48,10 +48,10 @@ def test_the_directory_is_made_once(tmp_path, monkeypatch):
 def test_the_tuned_demo_drafts_for_itself(method):
     """Greedy output equals the tuned model's plain decoding, and drafts are accepted."""
     model = sj.load("demo-sdsat")
-    functions, _ = held_out_functions(40)
+    functions, _ = held_out_functions(16)
     prompts = [model.tokenizer.encode(function.prompt) for function in functions]
     plain = sj.generate(model, prompts, max_new_tokens=32, batch_size=8)
-    for k in (1, 5, 13):
+    for k in (1, 13):
         out = sj.generate(
             model, prompts, method=method, options={"k": k}, max_new_tokens=32, batch_size=8
         )
