@@ -45,7 +45,7 @@ class Count:
     """What one turn of the outer loop runs: of a conditional, its longest branch.
 
     ``empty_conditions`` are loops in a graph whose condition is a flag that no kernel computes. On
-    an H100 such a loop ran more turns than it should (JAX 0.11.2).
+    an H100 the rounds that had such loops wrote wrong tokens as a graph (JAX 0.11.2).
     """
 
     kernels: int = 0
