@@ -299,7 +299,8 @@ def test_one_trace_per_bucket_over_settings_keys_and_lengths(target, draft, name
     ],
 )
 @pytest.mark.skipif(
-    jax.default_backend() == "gpu", reason="partial sums of its kernel are half of a layer's keys"
+    jax.default_backend() == "gpu",
+    reason="the kernel's partial sums are half of a layer's keys: see test_gpu_programs for a GPU",
 )
 def test_compiled_loop_holds_no_copy_of_the_cache(name, options, rows):
     # Large heads make the cache much larger than the scores, which also grow with the positions.

@@ -64,6 +64,9 @@ def test_a_layer_takes_as_many_kernels_for_any_number_of_rows(batch):
 
 def test_greedy_rounds_are_one_graph_too():
     greedy = ("--layers", "1", "--batch", "8", "--draws", "greedy")
-    check_one_graph(measured("speculative", "beam", *greedy))
+    (speculative, beam) = measured("speculative", "beam", *greedy)
     # Passes of several widths are loops of one turn.
-    check_one_graph(measured("lookup", *greedy, "--pass-width", "1"))
+    (lookup,) = measured("lookup", *greedy, "--pass-width", "1")
+    check_one_graph([speculative, beam, lookup])
+    # Beams change places, so their caches move.
+    assert speculative["cache copies"] == lookup["cache copies"] == "0"
