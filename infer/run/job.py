@@ -290,18 +290,21 @@ class Job:
         if not self.args.profile:
             self.decode(prompts)
             return
-        batch = prompts[: self.args.batch_size]
-        decode = functools.partial(
-            sj.generate,
-            self.target,
-            [prompt.tokens for prompt in batch],
-            indices=[prompt.index for prompt in batch],
-            constraints=[prompt.constraints for prompt in batch],
-            num_samples=self.args.num_samples,
-            batch_size=self.args.batch_size,
-            **self.arguments,
-        )
-        trace_second_run(decode, make_directory(self.args.profile, "--profile"))
+        directory = make_directory(self.args.profile, "--profile")
+        arguments = self._arguments_for(prompts[: self.args.batch_size])
+        trace_second_run(lambda: sj.generate(**arguments), directory)
+
+    def _arguments_for(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
+        """The arguments of ``sj.generate`` and ``sj.stream`` for these prompts."""
+        return self.arguments | {
+            "target": self.target,
+            "prompts": [prompt.tokens for prompt in prompts],
+            "indices": [prompt.index for prompt in prompts],
+            "constraints": [prompt.constraints for prompt in prompts],
+            "num_samples": self.args.num_samples,
+            "batch_size": self.args.batch_size,
+            "prefixes": self.args.prefixes,
+        }
 
     def decode(self, prompts: Sequence[Prompt]) -> None:
         """Decodes all prompts, ``--batch-size`` rows at a time.
@@ -361,15 +364,8 @@ class Job:
         """
         samples = self.args.num_samples
         pieces = sj.stream(
-            self.target,
-            [prompt.tokens for prompt in prompts],
-            indices=[prompt.index for prompt in prompts],
-            constraints=[prompt.constraints for prompt in prompts],
-            num_samples=samples,
-            batch_size=self.args.batch_size,
-            prefixes=self.args.prefixes,
+            **self._arguments_for(prompts),
             rounds_per_piece=SPANNING_ROUNDS if self.args.span else ALL_ROUNDS,
-            **self.arguments,
         )
         ready: dict[int, dict[str, Any]] = {}  # ended rows, not printed yet
         next_row = 0

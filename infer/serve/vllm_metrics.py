@@ -35,7 +35,7 @@ class VllmMetrics:
         self._running = new(Gauge, "num_requests_running", "Completions that have a batch slot")
         self._waiting = new(Gauge, "num_requests_waiting", "Completions that wait for one")
         self._prompt = new(Counter, "prompt_tokens", "Prompt tokens of completions that ended")
-        self._cached = new(Counter, "prefix_cache_hits", "Those from the prefix cache")
+        self._cached = new(Counter, "prefix_cache_hits", "Of these, from the prefix cache")
         self._written = new(Counter, "generation_tokens", "Tokens generated")
         self._ended = new(Counter, "request_success", "Completions that ended", "finished_reason")
         self._seconds = new(
