@@ -43,6 +43,7 @@ from .runtime.generate import stream as stream
 from .runtime.output import Generation as Generation
 from .runtime.output import Piece as Piece
 from .target import Contrastive as Contrastive
+from .target import Guided as Guided
 from .target import Warped as Warped
 
 __version__: str

@@ -44,6 +44,7 @@ Then look at how you decode:
 | more speed for a bounded change of the text | `mentored`, with a largest KL divergence; `bild` and `mtad` have no such bound |
 | likelier text | `mtad`, `mtjd` or `beam` |
 | text that a weak model would not write (contrastive decoding) | `contrastive`, and `scd`, which is faster |
+| text that keeps closer to the prompt (classifier-free guidance) | any method of drafter and rule, with `--target-dist guided` |
 
 Whether it pays depends on the processor. Measure your own pair before you choose:
 

@@ -47,7 +47,7 @@ you do not give yourself.
 MATRIX = """## Every drafter with every rule
 
 Set `--drafter NAME --rule NAME --target-dist NAME`. ✓ is lossless, ~ lossy, – refused before
-compiling. The table is the same for both target distributions, with one exception: of a `head`,
+compiling. The table is the same for all target distributions, with one exception: of a `head`,
 `contrastive` accepts only chains (`tree=none`).
 """
 

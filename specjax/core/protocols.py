@@ -128,6 +128,8 @@ class TargetDist(Protocol):
     needs_draft: bool = False  # whether it runs the draft model
     needs_draft_logits: bool = False  # whether it reads the drafter's raw logits at every node
     draft_calls: int = 0  # draft-model calls that one round adds
+    target_calls: int = 0  # target passes that one round adds to the one that verifies
+    extra_positions: int = 0  # cache positions that it needs beyond a row's own tokens
     # Whether it applies the settings of a row's path (:func:`specjax.target.node_law`).
     follows_paths: bool = False
 

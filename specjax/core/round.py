@@ -73,7 +73,8 @@ class DraftVerify(Method):
 
     @property
     def round_positions(self) -> int:
-        return max(*self.passes, self.drafter.round_positions) + 1
+        in_draft = max(*self.passes, self.drafter.round_positions)
+        return in_draft + 1 + self.target.extra_positions
 
     @property
     def lookback(self) -> int:
@@ -108,11 +109,12 @@ class DraftVerify(Method):
         draft = proposal.draft.replace(aux_states=verified.aux_states)
         verdict = verified.verdict
 
-        extra_calls = self.target.draft_calls
+        target_calls = 1 + self.target.target_calls
+        extra_draft_calls = self.target.draft_calls
         cost = Cost(
-            target_calls=1,
-            passes=1 + proposal.passes + extra_calls,
-            draft_calls=proposal.calls + extra_calls,
+            target_calls=target_calls,
+            passes=target_calls + proposal.passes + extra_draft_calls,
+            draft_calls=proposal.calls + extra_draft_calls,
         )
         outcome = DraftOutcome(draft_depth(draft), verdict.num_tested, verdict.num_accepted)
         after = finish_round(inputs, state, verdict, verified.logprobs, cost, outcome)

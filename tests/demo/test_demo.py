@@ -77,6 +77,7 @@ def test_speculative_is_plain_greedy_on_held_out_functions(pair, prompts, batch_
 
 @pytest.mark.slow
 @pytest.mark.torch
+@pytest.mark.usefixtures("optimized")
 def test_greedy_is_transformers_greedy_on_held_out_functions(pair, prompts):
     pytest.importorskip("torch")
     from infer.bench import peer_transformers
@@ -129,6 +130,7 @@ def tokens_per_round(out):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("better", ["specinfer", "mtad"])
 def test_more_tokens_per_round_than_the_chain(better):
     """A tree of 4,2,2 and MTAD's best beam both win: paired over prompts and samples, one-sided."""

@@ -44,6 +44,7 @@ def test_the_directory_is_made_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("method", ["sdsat", "sdsat-single"])
 def test_the_tuned_demo_drafts_for_itself(method):
     """Greedy output equals the tuned model's plain decoding, and drafts are accepted."""

@@ -47,8 +47,8 @@ def test_logits_are_transformers(smollm2, prompts, golden):
 def test_lossless_methods_give_plain_decodings_tokens(
     smollm2, shallow, prompts, plain, method, batch
 ):
-    """All forty prompts by one method, eight by the others: each compiles for a minute."""
-    chosen = range(len(prompts)) if (method, batch) == ("speculative", 8) else range(0, 39, 5)
+    """Twenty prompts by one method, eight by the others: each compiles for a minute."""
+    chosen = range(1, 40, 2) if (method, batch) == ("speculative", 8) else range(0, 39, 5)
     if batch == 1:
         chosen = (0, 22)
     draft = shallow if sj.methods()[method].needs_draft else None
