@@ -28,6 +28,8 @@ from specjax.registry import METHODS
 FIGURES, PAGES = (Path(__file__).parents[1] / name for name in ("figures", "pages"))
 OVERVIEW = PAGES / "overview.md"
 COMMON = ("--num-prompts", "40", "--repeats", "3", "--max-new-tokens", "32")
+# Their own draft lengths would follow the clock.
+FIXED_LENGTHS = ("--set", "lookup.gamma=10", "--set", "suffix.gamma=10")
 PLAIN, AT_ONCE = "autoregressive", 4  # methods of the overview in one run
 KEPT = (
     "method",
@@ -82,7 +84,7 @@ SWEEPS = {
         "lookup",
         "ngram",
         "longest n-gram",
-        ("--greedy-only", "--methods", "lookup", "--sweep", "ngram=1,3"),
+        ("--greedy-only", "--methods", "lookup", "--set", "gamma=10", "--sweep", "ngram=1,3"),
     ),
     "alpha": Sweep("contrastive", "alpha", "plausibility α", _sampled("scd", "alpha=0.1,0.5,0.8")),
     "max_kl": Sweep(
@@ -190,9 +192,11 @@ def _overview() -> tuple[str, list[dict[str, Any]]]:
     names, reports = [name for name in _comparable() if name != PLAIN], []
     for first in range(0, len(names), AT_ONCE):
         methods = ",".join([PLAIN, *names[first : first + AT_ONCE]])
-        reports.append(_bench("--methods", methods))
+        fixed = FIXED_LENGTHS if "lookup" in methods or "suffix" in methods else ()
+        reports.append(_bench("--methods", methods, *fixed))
         jax.clear_caches()
-    command = " ".join(["python -m infer.bench", *COMMON, f"--methods {PLAIN},METHOD,…"])
+    words = ["python -m infer.bench", *COMMON, f"--methods {PLAIN},METHOD,…", *FIXED_LENGTHS]
+    command = " ".join(words)
     return command, reports
 
 
@@ -432,7 +436,8 @@ HEAD = """# All methods side by side
 <!-- Written by docs/tools/make_figures.py from docs/figures/overview.json. -->
 
 The embedded pair decodes {prompts} held-out functions × {repeats} seeds, with {max_new_tokens}
-new tokens each. All runs have batch 1, float32 and default options, on {cores} core(s) of {cpu}.
+new tokens each. All runs have batch 1, float32 and default options, but γ = 10 for `lookup` and
+`suffix`, on {cores} core(s) of {cpu}.
 
 Speed is the ratio to plain decoding of the same mode. Perplexity is that of the output under the
 unwarped target. Sampled is temperature 0.8, top-p 0.9.

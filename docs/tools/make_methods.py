@@ -119,7 +119,9 @@ def _composition(spec) -> str:
     if spec.search:
         return "a search of its own"
     text = f"`{spec.drafter}` × `{spec.rule}`"
-    return text if spec.target_dist == "warped" else f"{text}, `{spec.target_dist}`"
+    if spec.target_dist != "warped":
+        text += f", `{spec.target_dist}`"
+    return f"{text}; {_values(spec.defaults)}" if spec.defaults else text
 
 
 def _options(options: Mapping[str, Option]) -> str:

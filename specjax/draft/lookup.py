@@ -29,6 +29,8 @@ class Lookup(Drafter):
     name = "lookup"
     sampling = POINT_MASS
     ends_early = True
+    # The rule draws each token for its place. So what is written does not depend on the drafts.
+    usual_rule = "match"
 
     def __post_init__(self):
         validate_fields(self, gamma=COUNT, ngram=COUNT)

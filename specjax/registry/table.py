@@ -13,6 +13,7 @@ from specjax._util.arguments import DRAFTER, RULE, TARGET_DIST, allow_name, vali
 from specjax.core.protocols import Drafter, Rule, TargetDist
 from specjax.registry.drafters import DRAFTERS
 from specjax.registry.method_spec import MethodSpec
+from specjax.registry.options import AUTO
 from specjax.registry.parts import lookup
 from specjax.registry.rules import RULES
 from specjax.registry.searches import SEARCHES
@@ -174,7 +175,8 @@ METHODS: dict[str, MethodSpec] = {
             "no draft model: what followed the same n-gram earlier in the row",
             "prompt lookup decoding (n-gram drafts)",
             drafter="lookup",
-            rule="speculative",
+            rule="match",
+            defaults={"gamma": AUTO},
         ),
         MethodSpec(
             "suffix",
@@ -182,6 +184,7 @@ METHODS: dict[str, MethodSpec] = {
             "after Oliaro et al. 2024 (SuffixDecoding)",
             drafter="suffix",
             rule="match",
+            defaults={"gamma": AUTO},
         ),
     )
 }

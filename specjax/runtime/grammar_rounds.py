@@ -56,8 +56,11 @@ def check_method(method: Method) -> None:
     Raises:
       OptionError: names the method and the way out.
     """
-    if isinstance(method, AutoLength):
-        raise OptionError("grammar: drafts of automatic length have none; give gamma or branching")
+    if isinstance(method, AutoLength) and method.draft_can_rest:
+        raise OptionError(
+            "grammar: a draft model with drafts of automatic length has none; give gamma or "
+            "branching"
+        )
     if not isinstance(method, DraftVerify) or not method.follows_paths:
         raise OptionError(
             "grammar: this method has none; take one with a drafter and a lossless rule"
@@ -78,6 +81,9 @@ def advance_with_grammars(
       seen: bool ``[B]``, the rows that the caller already knows to be done.
       places: each row's place in its grammar; None: it has none.
     """
+    if isinstance(method, AutoLength):
+        # Its longest drafts: how many tokens a grammar forces has nothing to do with past rounds.
+        method = DraftVerify(method.drafter, method.target, method.rule)
     propose, conclude = _programs(method)
     for _ in range(rounds):
         proposal, recent = propose(inputs, state)

@@ -220,9 +220,9 @@ class BatchRunner:
         slots: rewards of host-driven methods read them.
         """
         self._capacities_run.add(self.state.capacity)
-        if self._costs is None:
-            self._measure_costs()
         places = self._grammar_places(requests)
+        if self._costs is None and not any(places):
+            self._measure_costs()
         if self._method.host_driven:
             self._run_on_host(rounds, seen, requests)
         elif any(places):

@@ -72,8 +72,9 @@ def test_every_method(name, target, draft):
             for p, q in ((target, draft), *many)
         )
         for other in others:
-            # suffix drafts only from the rows of its device, so its counters differ.
-            same(one, other, counters=name != "suffix")
+            # suffix drafts only from the rows of its device, and each device sizes its drafts, so
+            # their counters differ.
+            same(one, other, counters=name not in ("lookup", "suffix"))
 
 
 @pytest.mark.slow

@@ -53,9 +53,9 @@ def check(texts, schemas):
 
 
 def test_every_text_is_of_its_grammar_and_forced_tokens_are_drafted():
-    """Different grammars in one batch, more requests than slots."""
+    """Different grammars in one batch, more requests than slots, and drafts of automatic length."""
     schemas = written_schemas(12)
-    texts, per_pass = outputs("lookup", {"gamma": 4}, schemas, 1.0)
+    texts, per_pass = outputs("lookup", {}, schemas, 1.0)
     check(texts, schemas)
     assert per_pass >= 1.5
     texts, _ = outputs("lookup", {"gamma": 4}, schemas, 0.0)
@@ -102,6 +102,28 @@ def test_methods_and_models_without_grammars_say_so():
         sj.generate(target, [PROMPT], sampling=json_object)
     with pytest.raises(sj.OptionError, match="grammar: this method has none"):
         sj.generate(demo(), "a", method="beam", sampling=json_object)
+    with pytest.raises(sj.OptionError, match="grammar: a draft model with drafts of automatic"):
+        how = {"draft": sj.load("demo-draft"), "options": {"gamma": "auto"}}
+        sj.generate(demo(), "a", sampling=json_object, **how)
+
+
+def test_rows_without_a_grammar_beside_others_are_plain_decodings():
+    """Rounds under grammars and rounds of automatic length take turns in one job."""
+    target = demo()
+    engine = make_engine(target, None, sj.method("lookup"), {})
+    prompts = ["def f(x):\n", "import os\n", "data = ", "class A:\n"]
+    requests = []
+    for number, prompt in enumerate(prompts):
+        sampling = sj.Sampling(grammar="json") if prompt == "data = " else sj.Sampling()
+        tokens = np.array(target.tokenizer.encode(prompt), np.int32)
+        key = jax.random.key(number)
+        budget = 12 if sampling.grammar else 48
+        requests.append(Request(tokens, budget, key, number, sampling=sampling))
+    scheduler = Scheduler(engine, 2, sj.Sampling(), Bounds.of(requests))
+    made = {piece.index: piece.row for piece in scheduler.run(requests, 4) if piece.row}
+    plain = sj.generate(target, prompts, max_new_tokens=48)
+    for number in (0, 1, 3):
+        assert made[number].tokens[0].tolist() == plain.tokens[number].tolist()
 
 
 def test_masks_are_those_of_each_node():

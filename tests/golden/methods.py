@@ -37,6 +37,9 @@ def run(name: str, mode: str, batch_size: int, pair: tuple[sj.LM, sj.LM]) -> dic
     """Tokens and counters of one method, as the file holds them."""
     target, draft = pair
     spec = sj.method(name)
+    gamma = spec.options.get("gamma")
+    # The counters of drafts of automatic length would depend on the clock.
+    is_auto = gamma is not None and gamma.default == "auto"
     out = sj.generate(
         target,
         prompts(),
@@ -45,6 +48,7 @@ def run(name: str, mode: str, batch_size: int, pair: tuple[sj.LM, sj.LM]) -> dic
         max_new_tokens=NEW_TOKENS,
         sampling=SAMPLINGS[mode],
         seed=3,
+        options={"gamma": 10} if is_auto else {},
         batch_size=batch_size,
         reward="length:5-9" if spec.needs_reward else None,
     )
