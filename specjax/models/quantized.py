@@ -139,7 +139,10 @@ class Grouped(Quantized):
 
     def by_group(self, dtype: DTypeLike) -> Num[Array, "G I/G O"]:
         """The codes with an axis of groups."""
-        return self.codes.reshape(self.groups, -1, self.codes.shape[-1]).astype(dtype)
+        codes = self.codes
+        if codes.dtype == jnp.uint4:
+            codes = codes.astype(jnp.int8)  # XLA for GPUs makes it a part of the product
+        return codes.reshape(self.groups, -1, codes.shape[-1]).astype(dtype)
 
     def dense(self, dtype: DTypeLike) -> Float[Array, "O I"]:
         weight = self.dense_in_order(dtype)
