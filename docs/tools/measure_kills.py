@@ -8,7 +8,8 @@ that ends before its kill does not count, and starts over. At last it may finish
 its metrics, without times, must equal those of a run that was never killed.
 
 ``train.answers`` is killed at random moments while the demo's target continues texts. Its file must
-have the same bytes. ``train.tokens`` has its own measurement: ``measure_tokens.py --kills``.
+have the same bytes. So must those of ``train.states``, which is killed amid one of its shards.
+``train.tokens`` has its own measurement: ``measure_tokens.py --kills``.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ PLACES = {
     "evaluation": ("train.engine.loop:weighted_mean", 0.2),
     "saving": ("train.engine.checkpoints:Checkpoints.save", 0.1),
     "export": ("specjax.models.hf.write:save_tensors", 0.05),
+    "shard": ("train.head.storing:save_tensors", 0.02),
 }
 ROOT = Path(__file__).parents[2]
 COMMON = {
@@ -52,6 +54,9 @@ COMMON = {
 }
 TUNED = {"model.init_from": "demo-draft"}
 ANSWERS = "train.answers"
+STATES = "train.states"
+SHARD_BYTES = 1 << 18  # of states, so that there are many shards
+NEVER = 1 << 30  # a call that never comes
 ANSWERS_WRITTEN = 48  # by a run that is not killed
 PROGRAMS = {
     "train.lm": ("configs/tiny.toml", {"tokenizer.path": "specjax/demo/tokenizer.json"}),
@@ -81,13 +86,14 @@ def main() -> int:
         return run_until_killed(phase, call, seed, words)
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--programs", default=",".join([*PROGRAMS, ANSWERS]))
+    parser.add_argument("--programs", default=",".join([*PROGRAMS, ANSWERS, STATES]))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     report = {}
+    others = {ANSWERS: measure_answers, STATES: measure_states}
     for name in args.programs.split(","):
         with tempfile.TemporaryDirectory() as home:
-            run = measure_answers if name == ANSWERS else measure
+            run = others.get(name, measure)
             report[name] = run(name, Path(home), args.kills)
         print(name, json.dumps(report[name]), flush=True)
     if args.out:
@@ -122,6 +128,39 @@ def measure_answers(name: str, home: Path, kills: int) -> dict[str, Any]:
     subprocess.run(words("broken"), check=True, cwd=ROOT, capture_output=True)
     same = (home / "whole").read_bytes() == (home / "broken").read_bytes()
     return {"kills": killed, "runs": runs, "bytes_equal": same}
+
+
+def measure_states(name: str, home: Path, kills: int) -> dict[str, Any]:
+    """Kills of ``train.states`` while it writes, and whether its files equal a whole run's."""
+
+    def run(directory: str, call: int, seed: float) -> int:
+        config, own = PROGRAMS["train.head"]
+        stored = {"head.states": str(home / directory), "run.dir": str(home / "run")}
+        words = [sys.executable, __file__, "--child", "shard", str(call), str(seed), name, config]
+        for key, value in (COMMON | own | stored).items():
+            words += ["--set", f"{key}={value}"]
+        ended = subprocess.run(words, cwd=ROOT, capture_output=True, check=False)
+        if ended.returncode not in (0, -signal.SIGKILL):
+            raise RuntimeError(ended.stderr.decode())
+        return ended.returncode
+
+    def files(directory: str) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in (home / directory).iterdir()}
+
+    run("whole", NEVER, 0)
+    rng = random.Random(0)
+    killed = 0
+    runs = 0
+    while killed < kills:
+        runs += 1
+        if run("broken", 1, rng.random()):
+            killed += 1
+        else:
+            shutil.rmtree(home / "broken")
+    run("broken", NEVER, 0)
+    return {"kills": killed, "runs": runs, "files": len(files("whole"))} | {
+        "bytes_equal": files("whole") == files("broken")
+    }
 
 
 def _wait_for_answers(home: Path, process: subprocess.Popen, more: int, share: float) -> None:
@@ -211,7 +250,11 @@ def run_until_killed(phase: str, call: str, seed: str, words: Sequence[str]) -> 
     for part in path:
         owner = getattr(owner, part)
     setattr(owner, last, killing(getattr(owner, last), int(call), delay))
-    program = pkgutil.resolve_name(f"{words[0]}.__main__:main")
+    main_module = f"{words[0]}.__main__"
+    if words[0] == STATES:
+        pkgutil.resolve_name(module).SHARD_BYTES = SHARD_BYTES
+        main_module = STATES
+    program = pkgutil.resolve_name(f"{main_module}:main")
     return program(words[1:])
 
 
