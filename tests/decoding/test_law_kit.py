@@ -1,5 +1,6 @@
 """specjax.laws itself: right samplers pass, planted mistakes fail, and transformers passes."""
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -10,6 +11,7 @@ from test_laws import PROMPT, tiny_pair
 import specjax as sj
 from specjax import laws
 from support.laws import child, tables
+from support.serving import served_models, serving
 
 V, L, GAMMA = 3, 4, 2
 RUNS, ERROR = 200, 0.05
@@ -203,6 +205,27 @@ def test_what_cannot_be_tested_is_refused(changed, said):
 
 
 @pytest.mark.slow
+def test_our_server_has_its_law(tiny_pair_dirs, tmp_path):
+    """Through HTTP, with speculative drafts; a temperature that is not the law's is found."""
+    models = served_models(tiny_pair_dirs, tmp_path / "target")
+    with serving(*models, "--method", "speculative", "--set", "gamma=2") as running:
+        sampler = laws.ServerSampler(
+            f"{running.url}/v1", prompt=[5, 9, 20], tokens=[40, 41, 50], length=3, temperature=0.9
+        )
+        check = functools.partial(laws.check, sampler.draw, vocab=3, length=3, samples=2000)
+        report = check(sampler.next_p)
+        assert report.passed, report
+        flatter = dataclasses.replace(sampler, temperature=1.6)
+        assert not check(flatter.next_p).passed
+        with pytest.raises(sj.OptionError, match="are the texts"):
+            dataclasses.replace(sampler, tokens=[40, 40]).draw(1, 0)
+        with pytest.raises(sj.OptionError, match="/completions of http"):
+            dataclasses.replace(sampler, options={"top_p": 7}).draw(1, 0)
+    with pytest.raises(sj.OptionError, match="/models of http"):
+        sampler.draw(1, 0)
+
+
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.sweep
 def test_assisted_generation_of_transformers_has_its_law():
@@ -219,27 +242,11 @@ def test_assisted_generation_of_transformers_has_its_law():
         )
         return LlamaForCausalLM(config).eval()
 
-    prompt = torch.tensor([[1, 2, 0]])
     target, draft = model(2, 0), model(1, 1)
     draft.generation_config.num_assistant_tokens = GAMMA
     draft.generation_config.num_assistant_tokens_schedule = "constant"
-
-    def next_law(model):
-        def next_p(prefixes):
-            rows = torch.cat([prompt.expand(len(prefixes), -1), torch.tensor(prefixes)], dim=1)
-            with torch.no_grad():
-                return torch.softmax(model(rows).logits[:, -1].double(), -1).numpy()
-
-        return next_p
-
-    def draw(samples, seed):
-        torch.manual_seed(seed)
-        how = {"do_sample": True, "top_k": 0, "max_new_tokens": 3, "min_new_tokens": 3}
-        how |= {"attention_mask": torch.ones_like(prompt), "pad_token_id": 0}
-        rows = [target.generate(prompt, assistant_model=draft, **how) for _ in range(samples)]
-        return torch.cat(rows)[:, prompt.shape[1] :].numpy()
-
-    p, q = next_law(target), next_law(draft)
-    report = laws.check(draw, p, next_q=q, vocab=V, length=3, gamma=GAMMA, samples=1500)
+    sampler = laws.TransformersSampler(target, [1, 2, 0], length=3, assistant=draft)
+    how = {"vocab": V, "length": 3, "gamma": GAMMA}
+    report = laws.check(sampler.draw, sampler.next_p, next_q=sampler.next_q, samples=1500, **how)
     assert report.passed
     assert min(report.caught.values()) > 0.99
