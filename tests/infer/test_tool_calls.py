@@ -1,12 +1,15 @@
 """Calls of tools: what the parser reads of each family's text, however it is cut, and grammars."""
 
+import itertools
 import json
+import re
 
 import numpy as np
 import pytest
 from tokenizers import AddedToken
 
 import specjax as sj
+from infer.serve.tools import json_object, parser
 from infer.serve.tools.families import FAMILIES, family_name, find_family
 from infer.serve.tools.grammars import CallGrammar
 from infer.serve.tools.parser import ToolCalls
@@ -133,6 +136,68 @@ def test_calls_of_a_text_however_it_is_cut(name):
     for first in range(len(text)):
         for second in range(first, len(text) + 1, 3):
             assert parsed(family, [text[:first], text[first:second], text[second:]]) == wanted
+
+
+def ignores_quotes(self, mark):
+    """``JsonObject._read`` that counts braces inside of texts, too."""
+    if mark != '"':
+        self._depth += 1 if mark == "{" else -1
+        if self._depth == 0:
+            self.end = self._seen
+
+
+MUTANTS = {
+    "a marker that is cut is shown as text": (parser, "_overlap", lambda text, marker: 0),
+    "braces inside of texts count": (json_object.JsonObject, "_read", ignores_quotes),
+    "an escaped quote ends a text": (json_object, "MARKS", re.compile(r'[{}"]')),
+    "calls in a list are not read": (parser, "SEPARATORS", re.compile(r"\s*")),
+    "a name that is not written to its end counts": (
+        parser,
+        "ARGS",
+        re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*"),
+    ),
+    "what is no call is lost": (parser.ToolCalls, "_drop", lambda self, current: self._leave()),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_mutant_of_the_parser_is_caught(mutant, monkeypatch):
+    """Some case, cut somewhere, is then read in another way, or not at all."""
+    assert all(read_as_wanted())
+    monkeypatch.setattr(*MUTANTS[mutant])
+    assert not all(read_as_wanted())
+
+
+def read_as_wanted():
+    """Whether each case, cut at each place, gives its calls and text."""
+    seen = []
+    for family, text, calls, content in CASES.values():
+        for cut in range(len(text)):
+            reader = ToolCalls(FAMILIES[family])
+            reader._step = limited(reader._step)
+            try:
+                seen.append(read_in(reader, [text[:cut], text[cut:]]) == (content, calls))
+            except (AssertionError, AttributeError, IndexError, TypeError):
+                seen.append(False)
+    return seen
+
+
+def limited(step, most=1000):
+    """The step, which fails if it never ends: a mutant may go round in circles."""
+    count = itertools.count()
+
+    def run():
+        assert next(count) < most
+        return step()
+
+    return run
+
+
+def read_in(reader, pieces):
+    for number, piece in enumerate(pieces):
+        reader.push(piece, last=number == len(pieces) - 1)
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in reader.calls]
+    return reader.content, calls
 
 
 def test_arguments_come_while_they_are_written():
