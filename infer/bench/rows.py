@@ -209,6 +209,7 @@ def _speed_row(result: Result, plain: Result) -> Row:
         "draft_calls_per_token": metrics.ratio(counters["draft_calls"], counters["emitted"]),
         "counters": counters,
         "accepted_hist": hist,
+        "accepted_at_position": accepted_at_positions(hist),
         "repeats": speeds.tolist(),
         "passes": float(np.median([run.passes for run in result.runs])),
         "pm": {},
@@ -238,6 +239,12 @@ def _quotients(numerators: np.ndarray, denominators: np.ndarray) -> np.ndarray:
     """Elementwise, ``[R, P]`` float64; NaN where the denominator is 0."""
     unknown = np.full(numerators.shape, np.nan)
     return np.divide(numerators, denominators, out=unknown, where=denominators > 0)
+
+
+def accepted_at_positions(hist: list[int]) -> list[float]:
+    """The share of rounds that accept a draft token at each position, from the first on."""
+    rounds = sum(hist)
+    return [sum(hist[depth:]) / rounds for depth in range(1, len(hist))] if rounds else []
 
 
 def _counters(result: Result) -> tuple[dict[str, int], list[int]]:

@@ -185,7 +185,10 @@ def chatalpaca(rows: Iterable[Row], path: Path) -> Iterator[Entry]:
 
 
 def mt_bench(rows: Iterable[Row], path: Path) -> Iterator[Entry]:
-    """One prompt per turn of a question; the second turn follows an answer to the first."""
+    """One prompt per turn of a question; a later turn follows answers to those before.
+
+    Spec-Bench and SPEED-Bench have the same fields.
+    """
     for row in rows:
         turns = row.get("turns", row.get("prompt"))
         references = row.get("reference") or []

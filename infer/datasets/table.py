@@ -64,6 +64,12 @@ DATASETS = {
     ),
     "chatalpaca": Dataset(readers.chatalpaca, "conversations", 128, "ChatAlpaca, data/*.json"),
     "mt-bench": Dataset(readers.mt_bench, "turns|prompt category", 128, "MT-Bench, question.jsonl"),
+    "spec-bench": Dataset(
+        readers.mt_bench, "question_id turns category", 1024, "Spec-Bench, data/spec_bench"
+    ),
+    "speed-bench": Dataset(
+        readers.mt_bench, "question_id turns category", 1024, "nvidia/SPEED-Bench"
+    ),
     "commongen": Dataset(
         readers.commongen, "concepts|concept_set target|scene", 64, "allenai/common_gen"
     ),

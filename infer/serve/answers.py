@@ -20,6 +20,7 @@ from infer.serve.logprobs import LOWEST_LOGPROB, Alternative, Object, RowLogprob
 from infer.serve.schemas import Body, ChatBody
 from infer.serve.tools.families import find_family
 from infer.serve.tools.reading import AnswerReader
+from infer.serve.vllm_metrics import acceptance
 from specjax.core.types import FROM_DRAFT
 from specjax.metrics import rates, ratio
 from specjax.runtime.output import Generation, Piece
@@ -122,14 +123,14 @@ class Answer:
     def full_response(self) -> Object:
         """The answer to a request that does not stream."""
         choices = [self._full_choice(number) for number in range(len(self._rows))]
-        return self._response(choices, chunk=False) | {"usage": self._usage()}
+        return self._response(choices, chunk=False) | self._summary()
 
     def usage_chunk(self) -> Object | None:
         """The last chunk of a stream, with the usage; None unless the request asked for it."""
         options = self._body.stream_options
         if not (options and options.include_usage):
             return None
-        return self._response([], chunk=True) | {"usage": self._usage()}
+        return self._response([], chunk=True) | self._summary()
 
     # --- parts of those objects ----------------------------------------------------------------
 
@@ -261,6 +262,11 @@ class Answer:
         return alternatives
 
     # --- usage ---------------------------------------------------------------------------------
+
+    def _summary(self) -> Object:
+        """The usage, and as vLLM has them, the numbers of drafts of a lone completion."""
+        drafts = acceptance(self._rows[0]) if len(self._rows) == 1 else None
+        return {"usage": self._usage(), "metrics": {"speculative_decoding": drafts}}
 
     def _usage(self) -> Object:
         """Tokens as OpenAI counts them, and how decoding went."""

@@ -61,6 +61,24 @@ class Usage(BaseModel):
     decoding: DecodingUsage
 
 
+class Acceptance(BaseModel):
+    """How the drafts of a completion fared, in vLLM's words."""
+
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int]
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int
+
+
+class RequestMetrics(BaseModel):
+    """Numbers of a request; null where nothing was drafted, or for several completions."""
+
+    speculative_decoding: Acceptance | None
+
+
 class TextLogprobs(BaseModel):
     """Log-probabilities of a completion, in nats."""
 
@@ -89,6 +107,7 @@ class CompletionAnswer(BaseModel):
     model: str
     choices: list[TextChoice]
     usage: Usage
+    metrics: RequestMetrics
 
 
 class ChatToken(BaseModel):
@@ -154,6 +173,7 @@ class ChatAnswer(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    metrics: RequestMetrics
 
 
 class ModelAnswer(BaseModel):

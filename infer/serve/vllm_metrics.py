@@ -6,6 +6,8 @@ where it has draft tokens; here every round of a method that drafts counts as on
 
 from __future__ import annotations
 
+from typing import Any
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from infer.serve.engine_thread import EngineThread
@@ -14,6 +16,29 @@ from specjax.runtime.output import Generation
 PREFIX = "vllm:"
 SPEC = "spec_decode_num_"
 ENGINE = "0"  # vLLM's label for one of several engines; here there is one
+
+
+def acceptance(row: Generation) -> dict[str, Any] | None:
+    """How one completion's drafts fared, as vLLM's ``metrics.speculative_decoding``.
+
+    None if nothing was drafted. Numbers by the length of the draft are not kept, so vLLM's
+    ``acceptance_histogram_by_draft_length`` is missing.
+    """
+    drafted = int(row.stats["drafted"][0])
+    if not drafted:
+        return None
+    rounds = int(row.stats["rounds"][0])
+    accepted = int(row.stats["accepted"][0])
+    histogram = row.stats["accepted_hist"][0].tolist()
+    return {
+        "mean_acceptance_length": 1 + accepted / rounds,
+        "draft_acceptance_rate": accepted / drafted,
+        "acceptance_histogram": histogram,
+        "num_spec_steps": rounds,
+        "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": drafted,
+        "num_spec_tokens": len(histogram) - 1,
+    }
 
 
 class VllmMetrics:

@@ -30,7 +30,7 @@ from infer.bench import commands as bench
 from infer.bench.cases import Case
 from infer.bench.predictions import add_expected, pass_widths
 from infer.bench.report import NEAR_TIE, fastest, markdown, show
-from infer.bench.rows import add_quality, languages_of, make_rows
+from infer.bench.rows import accepted_at_positions, add_quality, languages_of, make_rows
 from infer.programs import MAP_LIMIT
 from infer.prompts import PromptEncoder
 from specjax._util.errors import OptionError, PairError
@@ -277,6 +277,11 @@ def test_rows_share_their_seconds_and_cases_are_interleaved(monkeypatch):
     )
     plain, other = first_repeat
     assert order == ["autoregressive", plain, "speculative", other, 0, *second_repeat, 1]
+
+
+def test_a_row_has_the_share_of_rounds_that_accept_at_each_position():
+    assert accepted_at_positions([2, 1, 0, 1]) == [0.5, 0.25, 0.25]
+    assert accepted_at_positions([3]) == [] == accepted_at_positions([0, 0])
 
 
 @pytest.mark.slow

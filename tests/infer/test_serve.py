@@ -349,7 +349,30 @@ def test_metrics_under_vllm_s_names_count_what_generate_counts(server):
     ended = 'vllm:request_success_total{engine="0",finished_reason="length",model_name="tiny"}'
     assert after[ended] - before.get(ended, 0) == 1
 
-    before = after
+    # The same numbers are in the answer, also in that of a stream.
+    body = {"prompt": TEXT, "max_tokens": 16, "temperature": 0, "method": "speculative"}
+    drafts = server.complete(**body)["metrics"]["speculative_decoding"]
+    assert drafts["num_spec_steps"] == stats["rounds"] == sum(drafts["acceptance_histogram"])
+    assert drafts["num_draft_tokens"] == stats["drafted"]
+    assert drafts["num_accepted_draft_tokens"] == stats["accepted"]
+    assert drafts["num_spec_tokens"] == depth
+    assert drafts["mean_acceptance_length"] == 1 + stats["accepted"] / stats["rounds"]
+    assert server.complete(**body, n=2)["metrics"] == {"speculative_decoding": None}
+    plain = server.complete(prompt=TEXT, max_tokens=3, method="autoregressive")
+    assert plain["metrics"] == {"speculative_decoding": None}
+    streamed = openai_client(server).completions.create(
+        model="tiny",
+        prompt=TEXT,
+        max_tokens=16,
+        temperature=0,
+        extra_body={"method": "speculative"},
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    *_, last = streamed
+    assert last.metrics["speculative_decoding"] == drafts
+
+    before = counters(server)
     server.complete(prompt=TEXT, max_tokens=3, method="autoregressive")
     after = counters(server)
     assert new("spec_decode_num_drafts_total") == 0 and new("generation_tokens_total") == 3

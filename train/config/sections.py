@@ -114,14 +114,15 @@ class Optim:
 
 
 # (learning_rate, muon_learning_rate) where a config has none, by what is trained. Tuning takes the
-# usual rates of AdamW: those of TRL for models and for LoRA, and that of SpecForge for heads.
+# usual rates of AdamW: those of TRL for models and for LoRA, and that of SpecForge for heads. Those
+# of Muon were tried (docs/training.md).
 RATES = {
     "new": (3e-3, 2e-2),
-    "full": (2e-5, 1e-4),
+    "full": (2e-5, 2e-3),
     "embeddings": (1e-3, 1e-3),
     "lora": (2e-4, 1e-3),
     "gated-lora": (2e-4, 1e-3),
-    "head": (1e-4, 5e-4),
+    "head": (1e-4, 2e-2),
 }
 BY_WHAT_IS_TRAINED = Optim(learning_rate=0.0, muon_learning_rate=0.0)  # 0: not given
 
