@@ -41,6 +41,7 @@ from .registry import methods as methods
 from .runtime.generate import generate as generate
 from .runtime.generate import stream as stream
 from .runtime.output import Generation as Generation
+from .runtime.output import Hypothesis as Hypothesis
 from .runtime.output import Piece as Piece
 from .target import Contrastive as Contrastive
 from .target import Guided as Guided

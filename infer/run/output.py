@@ -75,6 +75,11 @@ def row_object(
     if generation.logprobs is not None:
         entry["logprobs"] = [round(float(x), 6) for x in generation.logprobs[row]]
         entry["perplexity"] = perplexity(generation.logprobs[row])
+    if generation.hypotheses is not None:
+        entry["hypotheses"] = [
+            {"text": one.text, "token_ids": one.tokens.tolist(), "score": one.score}
+            for one in generation.hypotheses[row]
+        ]
     if reward is not None:
         scores = generation.rewards[row].tolist()
         # JSON has no infinity: the score of a reward that failed becomes null.

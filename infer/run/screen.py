@@ -80,8 +80,10 @@ class Screen:
         self.console.print()
 
     def summary(self, generation: Generation, method: str) -> None:
-        """Prints speed, acceptance rate and the legend of colors; only on a terminal."""
+        """Prints further hypotheses and, on a terminal, speed, acceptance rate and the colors."""
         self.end()
+        for number, one in enumerate((generation.hypotheses or [[]])[-1][1:], start=2):
+            self.console.print(Text(f"{number}. (score {one.score:.3f}) {printable(one.text)}"))
         if not self.colored:
             return
         counters = {name: values.sum() for name, values in generation.stats.items()}

@@ -283,6 +283,14 @@ def check_sampling(what: str, label: str) -> None:
         raise OptionError(f"{what} {label!r}: expected one of {known}")
 
 
+class Sequences(NamedTuple):
+    """The sequences that a search found for each row, best first."""
+
+    tokens: Int[Array, "B n S"]  # the prompt, then what was generated
+    lengths: Int[Array, "B n"]  # tokens generated
+    scores: Float[Array, "B n"]
+
+
 class Method(Protocol):
     """A decoding method: state in, state out, one round at a time.
 
@@ -341,3 +349,7 @@ class Method(Protocol):
     def on_slot_reuse(self, before: DecodeState, state: DecodeState) -> DecodeState:
         """The state of rows that take the batch slots of those in ``before``."""
         return state
+
+    def sequences(self, state: DecodeState) -> Sequences | None:
+        """Of rows that have ended, all that the method found; None: only the state's tokens."""
+        return None

@@ -99,6 +99,13 @@ SEARCHES: dict[str, PartSpec] = {
                 "never: once none can become better",
                 words=EARLY_STOPPING.words,
             ),
+            "num_return_sequences": Option(
+                int,
+                1,
+                "number of hypotheses to return, best first; at most beams",
+                low=1,
+                high=64,
+            ),
         },
     ),
     "mtjd": PartSpec(

@@ -33,6 +33,8 @@ class Detokenizer:
         # tokenizers.decoders.DecodeStream does not replace it: it has no flush, so the bytes of a
         # character that is cut off at the end are lost, and it raises on invalid runs of bytes.
         self._decoder = None
+        self._tokenizer = tokenizer
+        self._prompt = prompt
         self._stop_ids: set[int] = set()
         if tokenizer is not None:
             self._decoder = IncrementalDecoder(tokenizer, prompt)
@@ -65,6 +67,12 @@ class Detokenizer:
         new_text = self.text[self._num_returned : end]
         self._num_returned = max(end, self._num_returned)
         return new_text, kept
+
+    def whole_text(self, tokens: np.ndarray) -> str:
+        """The text of another continuation of the same prompt, cut before a stop string."""
+        other = Detokenizer(self._tokenizer, self._stop, self._prompt)
+        other.add(tokens, finished=True)
+        return other.text
 
     def _decode(self, tokens: np.ndarray) -> int:
         """Adds the text of the tokens; returns how many come before the end of a stop string."""

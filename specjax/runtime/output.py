@@ -13,6 +13,19 @@ from specjax.core.types import FROM_DRAFT
 
 
 @dataclasses.dataclass(frozen=True)
+class Hypothesis:
+    """One of several completions that a search found.
+
+    ``tokens`` are int32 ids ``[n]``. ``score`` is what the search ranks by: of beams, the total
+    log-probability in nats over ``n ** length_penalty``.
+    """
+
+    text: str
+    tokens: np.ndarray
+    score: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Generation:
     """What was generated, one entry per prompt and sample, prompts outermost.
 
@@ -22,6 +35,7 @@ class Generation:
     token. ``logprobs``, where asked for, are nats under the unwarped target. ``cached_tokens`` of a
     prompt came from the prefix cache and were not prefilled. ``rewards``, where there is a reward,
     score the whole completions: float64 with one row per completion and one column per reward.
+    ``hypotheses`` of a row are the best that its search found, if it was asked for several.
 
     Times are seconds, compilation included. A row's time begins with its prefill.
     ``prefill_seconds`` end at its first round. If other rows run meanwhile, the last pass of its
@@ -49,6 +63,7 @@ class Generation:
     passes: int
     occupancy: float
     rewards: np.ndarray | None = None
+    hypotheses: list[list[Hypothesis]] | None = None
 
     @property
     def accepted_emitted(self) -> np.ndarray:

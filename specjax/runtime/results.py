@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, cast
 
 import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int, Int8
 
+from specjax.core.protocols import Sequences
 from specjax.core.types import FINISH_REASONS, RUNNING, STOP_TEXT, DecodeState
 from specjax.rewards import Judge
 from specjax.runtime.detokenizer import Detokenizer
 from specjax.runtime.engine import Request
-from specjax.runtime.output import Generation, Piece
+from specjax.runtime.output import Generation, Hypothesis, Piece
 
 
 @dataclasses.dataclass
@@ -64,11 +65,18 @@ class ResultReader:
     Args:
       size: B, the number of batch slots.
       judge: scores the completions; None without a reward.
+      sequences: as :meth:`specjax.Method.sequences`.
     """
 
-    def __init__(self, size: int, judge: Judge | None):
+    def __init__(
+        self,
+        size: int,
+        judge: Judge | None,
+        sequences: Callable[[DecodeState], Sequences | None],
+    ):
         self._size = size
         self._judge = judge
+        self._sequences = sequences
         self.passes = 0  # batched forward passes of all requests so far
         self._rounds = 0  # of the batch
         self._slot_rounds = 0  # rounds of all batch slots that were running
@@ -154,10 +162,31 @@ class ResultReader:
             generations[number] = self._generation(snapshot, number, slot, stats, now)
 
         rewards = self._rewards(generations, finished)
+        hypotheses = self._hypotheses(state, finished)
         return {
-            number: dataclasses.replace(generation, rewards=rewards.get(number))
+            number: dataclasses.replace(
+                generation, rewards=rewards.get(number), hypotheses=hypotheses.get(number)
+            )
             for number, generation in generations.items()
         }
+
+    def _hypotheses(
+        self, state: DecodeState, finished: Mapping[int, Slot]
+    ) -> dict[int, list[list[Hypothesis]]]:
+        """What a search found for finished requests, by batch slot; empty if they are lone ones."""
+        found = self._sequences(state)
+        if found is None:
+            return {}
+        found = jax.device_get(found)
+        hypotheses = {}
+        for number, slot in finished.items():
+            begin = len(slot.request.tokens)
+            rows = []
+            for tokens, length, score in zip(*(part[number] for part in found), strict=True):
+                new = tokens[begin : begin + int(length)].copy()
+                rows.append(Hypothesis(slot.detokenizer.whole_text(new), new, float(score)))
+            hypotheses[number] = [rows]
+        return hypotheses
 
     def _generation(
         self,

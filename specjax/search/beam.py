@@ -17,10 +17,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax._util.arguments import COUNT, validate_fields
 from specjax._util.checks import Check
+from specjax._util.errors import OptionError
 from specjax.core import probs
 from specjax.core.commit import Cost, count_round
 from specjax.core.probs import Purpose
-from specjax.core.protocols import Method
+from specjax.core.protocols import Method, Sequences
 from specjax.core.types import FROM_TARGET, STOP_EOS, STOP_LENGTH, DecodeState, Inputs
 from specjax.core.warp import draw_joint, tempered, truncate, warp
 from specjax.draft.beam import JOINTS
@@ -82,14 +83,24 @@ class BeamSearch(Method):
     beams: int = 4
     joint: str = "raw"
     early_stopping: bool | str = False
+    num_return_sequences: int = 1  # of the finished ones; more than one are in ``hypotheses``
     round_positions = 1
     needs_full_length = True
     settings = ("length_penalty",)
 
     def __post_init__(self):
         validate_fields(
-            self, beams=COUNT, joint=Check(str, choices=SAMPLED), early_stopping=EARLY_STOPPING
+            self,
+            beams=COUNT,
+            joint=Check(str, choices=SAMPLED),
+            early_stopping=EARLY_STOPPING,
+            num_return_sequences=COUNT,
         )
+        if self.num_return_sequences > self.beams:
+            raise OptionError(
+                f"num_return_sequences={self.num_return_sequences}: expected at most "
+                f"beams={self.beams}"
+            )
 
     def ready(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         """The prompt's cache and tokens, once per beam."""
@@ -125,7 +136,9 @@ class BeamSearch(Method):
         cache_row = jnp.arange(parent.shape[0])[:, None] * self.beams + parent
         generated = beam.generated + 1
         penalty = inputs.settings["length_penalty"]
-        finished, is_finished, lengths = self._merge(beam, candidates, ended, penalty)
+        # Rows that have ended keep what they have found, while others go on.
+        closing = ended & ~state.done[:, None]
+        finished, is_finished, lengths = self._merge(beam, candidates, closing, penalty)
         running = candidates.gather(order)
         running = running.replace(score=jnp.where(_gather(ended, order), LOST, running.score))
 
@@ -151,6 +164,16 @@ class BeamSearch(Method):
         )
         done = ~improvable | ended.all(-1)
         return self._close(inputs, state.replace(method_state=after), done & ~state.done)
+
+    def sequences(self, state: DecodeState) -> Sequences | None:
+        if self.num_return_sequences == 1:
+            return None
+        beam = state.method_state
+        count = self.num_return_sequences
+        finished = beam.finished
+        return Sequences(
+            finished.tokens[:, :count], beam.lengths[:, :count], finished.score[:, :count]
+        )
 
     def _logits(self, inputs: Inputs, state: DecodeState) -> tuple[Float[Array, "B W V"], KVCache]:
         """Logits after every running beam."""

@@ -92,9 +92,12 @@ def test_beam_search_is_transformers_num_beams(model, lm, beams, tmp_path):
 
     save_pretrained(tmp_path, *model)
     peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    ours = sj.generate(lm, PROMPTS, method="beam", options={"beams": beams}, max_new_tokens=24)
+    options = {"beams": beams, "num_return_sequences": beams}
+    # Fewer slots than prompts: rows that have ended wait while others go on.
+    how = {"options": options, "max_new_tokens": 24, "batch_size": 2}
+    ours = sj.generate(lm, PROMPTS, method="beam", **how)
     lengths = set()
-    for prompt, mine in zip(PROMPTS, ours.tokens, strict=True):
+    for row, (prompt, mine) in enumerate(zip(PROMPTS, ours.tokens, strict=True)):
         ids = torch.tensor([prompt])
         theirs = peer.generate(
             ids,
@@ -104,10 +107,31 @@ def test_beam_search_is_transformers_num_beams(model, lm, beams, tmp_path):
             do_sample=False,
             eos_token_id=[9, 10],
             pad_token_id=0,
+            num_return_sequences=beams,
+            return_dict_in_generate=True,
+            output_scores=True,
         )
-        assert mine.tolist() == theirs[0, len(prompt) :].tolist()
+        wanted = theirs.sequences[:, len(prompt) :].tolist()
         lengths.add(len(mine))
+        if beams == 1:
+            assert ours.hypotheses is None and mine.tolist() == wanted[0]
+            continue
+        found = ours.hypotheses[row]
+        assert found[0].tokens.tolist() == mine.tolist() and len(found) == beams
+        for one, want in zip(found, wanted, strict=True):
+            ended = one.tokens.tolist()
+            # It fills shorter ones with its first end token, for its padding's id is 0.
+            assert want == ended + [9] * (len(want) - len(ended))
+            assert len(ended) == 24 or ended[-1] in (9, 10)
+        scores = [one.score for one in found]
+        np.testing.assert_allclose(scores, theirs.sequences_scores.numpy(), rtol=1e-4)
     assert len(lengths) > 1, "some hypothesis must end before the budget"
+
+
+def test_more_sequences_than_beams_are_refused(lm):
+    with pytest.raises(sj.OptionError, match="num_return_sequences=3: expected at most beams=2"):
+        options = {"beams": 2, "num_return_sequences": 3}
+        sj.generate(lm, [PROMPTS[0]], method="beam", options=options)
 
 
 @pytest.mark.slow
