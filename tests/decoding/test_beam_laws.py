@@ -326,6 +326,7 @@ def test_mtjds_last_block_of_one_token_has_the_warped_distribution():
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("sampling", [sj.Sampling(0.5), sj.Sampling(1.0, top_p=0.7)])
 def test_mtjd_comes_near_the_joint_with_more_beams(sampling):
     """Without top-k the warped joint is approximated by draws; eight of them are not enough."""

@@ -399,7 +399,8 @@ def test_cdsl_on_the_demo_pair_is_the_reference(accept, keep):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["cdlh-appx", pytest.param("cdlh", marks=pytest.mark.sweep)])
+@pytest.mark.sweep
+@pytest.mark.parametrize("method", ["cdlh-appx", "cdlh"])
 def test_lookaheads_on_the_demo_pair_are_the_reference(method):
     _demo_cases(method, [{"k": 3, "d": 3}, {"k": 2, "d": 5}])
 

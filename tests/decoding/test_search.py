@@ -266,6 +266,7 @@ def test_mtad_loses_little_of_mtjds_joint(lm):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_mtad_lies_within_its_bound_of_mtjd(lm):
     """Qin et al. 2024, Theorem 3.5, with its proof's constants (equations 26 to 29).
 

@@ -49,6 +49,7 @@ def test_one_row_streams_the_weights(topology):
     assert over_the_limit("--pass-width", "1") > 2
 
 
+@pytest.mark.sweep
 def test_a_piece_of_a_long_prompt_costs_little_more_than_its_products():
     """At most 1.5 times them. Our blocks in plain JAX took 2.07."""
     asked = ("--layers", "4", "--batch", "1", "--capacity", "16384", "--topology", "v5e:2x4")
@@ -63,6 +64,7 @@ def test_a_head_in_8_bits_drafts_for_a_twentieth_of_a_step():
     assert float(draft["c"]) < 0.05
 
 
+@pytest.mark.sweep
 def test_attention_kernels_pay_for_the_blocks_that_causal_rows_meet():
     """Cycles relative to the kernel's products at a plain product's rate.
 

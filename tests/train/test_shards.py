@@ -320,6 +320,7 @@ def finished(command):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_killed_anywhere_shards_and_losses_are_the_same(tokenizer, tmp_path):
     """Kills tokenizing twice, and once a run that trains on the shards."""
     (tmp_path / "tokenizer.json").write_text(tokenizer.to_str())
