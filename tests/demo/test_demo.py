@@ -55,7 +55,9 @@ def test_the_head_is_plain_greedy_and_accepted(pair, prompts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("batch_size", "count"), [pytest.param(1, 40, marks=pytest.mark.sweep), (8, 80)])
+@pytest.mark.parametrize(
+    ("batch_size", "count"), [pytest.param(1, 40, marks=pytest.mark.sweep), (8, 80)]
+)
 def test_speculative_is_plain_greedy_on_held_out_functions(pair, prompts, batch_size, count):
     target, draft = pair
     prompts = prompts[:count]
