@@ -7,10 +7,12 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 
+from infer.waiting import WaitMessage
 from specjax import lm
 from specjax._util.checks import format_value
 from specjax._util.compilation_cache import use_compilation_cache  # noqa: F401
@@ -58,7 +60,7 @@ def load_models(
         "cache_dtype": args.cache_dtype,
     }
     bases = bases_of(args, draft)
-    with _saying_warnings():
+    with _saying_warnings(), _waiting(args.target):
         target = lm.load(args.target, base=bases["target"], **options)
     target = lm.TARGET.parse("target", target)
     _say_slow_codes(args)
@@ -70,8 +72,15 @@ def load_models(
     if draft is None:
         return target, None
     base = bases["target" if draft.startswith(lm.SELF) else "draft"]
-    with _saying_warnings():
+    with _saying_warnings(), _waiting(draft):
         return target, lm.load_draft(draft, target, whole=args.draft_whole, base=base, **options)
+
+
+def _waiting(name: str) -> contextlib.AbstractContextManager:
+    """Shows on a terminal that a model is loaded. Downloads have bars of their own."""
+    if not (Path(name).exists() or name.startswith(lm.SELF)):
+        return contextlib.nullcontext()
+    return contextlib.closing(WaitMessage(False, f"loading {name}"))
 
 
 def _say_slow_codes(args: argparse.Namespace) -> None:

@@ -24,9 +24,10 @@ from infer.prompts import Prompt, PromptEncoder, read_prompts, report, stops_of
 from infer.run.demo import PROMPT
 from infer.run.output import PROMPT_DIGEST, SHOWN_DIGITS, Output, prompt_digest, row_object
 from infer.run.profile import trace_second_run
-from infer.run.screen import Screen, WaitMessage, printable
+from infer.run.screen import Screen, printable
 from infer.sampling_options import given_settings
 from infer.timing import row_seconds
+from infer.waiting import WaitMessage
 from specjax._util import processes
 from specjax._util.errors import OptionError, SpecjaxError
 from specjax._util.parts import locked_output
