@@ -481,6 +481,32 @@ def test_a_model_spans_two_processes(pair, job_file, tmp_path, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "whole", "out"}
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
+def test_a_second_job_on_the_port_is_refused_and_the_first_goes_on(
+    pair, job_file, tmp_path, capsys
+):
+    """The second one's processes come while the first job's still wait, and while it decodes."""
+    job = [*pair, "--prompts", job_file, "--batch-size", "1", "--max-new-tokens", "40", "--out"]
+    whole, out, other = tmp_path / "whole", tmp_path / "out", tmp_path / "other"
+    assert run(capsys, *job, whole)[0] == 0
+    port = free_port()
+    second_job = [*job, other, "--mesh", "model=4", "--seed", "5", "--meeting-timeout", "20"]
+    job += [out, "--mesh", "model=4"]
+    first = begin(job, 0, port)
+    assert "waiting for process 1" in first.stderr.readline()
+    ((code, err),) = ended([begin(second_job, 1, port)])
+    assert code == 2 and "another job meets there" in err.splitlines()[-1]
+    second = begin(job, 1, port)
+    while not (out.exists() and out.read_bytes()):
+        assert first.poll() is None and second.poll() is None
+        time.sleep(0.01)
+    for code, err in ended([begin(second_job, index, port) for index in range(2)]):
+        assert code == 2 and len(err.splitlines()[-1]) < 300 and "Traceback" not in err
+    assert [code for code, _ in ended([first, second])] == [0, 0]
+    assert answers(out) == answers(whole) and not other.exists()
+
+
 @pytest.mark.parametrize(
     ("mesh", "role", "own"),
     [
