@@ -8,16 +8,18 @@ Axis legend: B rows, W tokens of a pass, T tokens of a row, K alternatives, V vo
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
-from specjax._util.errors import OptionError
 from specjax.core import probs
-from specjax.core.net import Net
+from specjax.core.mesh import program, round_up
+from specjax.core.sampling import Sampling
+from specjax.core.types import Inputs
 from specjax.lm import LM
 from specjax.models import KVCache
 from specjax.models.cache import bucket
@@ -43,23 +45,11 @@ class PromptScores(NamedTuple):
         return self.log_probs == self.top_log_probs[:, 0]
 
 
-def check_scorable(model: LM) -> None:
-    """Refuses a model whose weights are split over devices.
-
-    Raises:
-      OptionError: the model is split.
-    """
-    if model.mesh is not None and model.mesh.shape["model"] > 1:
-        raise OptionError("texts are scored with the whole model on one device, and it is split")
-
-
 def score(model: LM, rows: Sequence[Sequence[int]]) -> list[PromptScores]:
     """The scores of rows of token ids, at least one each. All rows are padded to one bucket.
 
-    Raises:
-      OptionError: the model is split over devices.
+    On a mesh each device has its share of the rows and of the weights, as in decoding.
     """
-    check_scorable(model)
     *_, last = passes(model, rows)
     return last
 
@@ -72,19 +62,23 @@ def passes(model: LM, rows: Sequence[Sequence[int]]) -> Iterator[list[PromptScor
     longest = max(map(len, rows)) - 1  # a row's last token is scored but never read
     num_passes = max(-(-longest // PASS_TOKENS), 1)
     capacity = bucket(num_passes * PASS_TOKENS)
+    size = len(rows)
+    if model.mesh is not None:
+        size = round_up(size, model.mesh)  # the rows split evenly over its devices
     # One more than the passes read: the last pass scores the token after its last one.
-    tokens = np.zeros((len(rows), capacity + 1), np.int32)
-    for row, ids in zip(tokens, rows, strict=True):
+    tokens = np.zeros((size, capacity + 1), np.int32)
+    for row, ids in zip(tokens, rows, strict=False):
         row[: len(ids)] = ids
 
     # Every pass has the same shapes, so a bucket is compiled once. Padding is scored, too, and cut.
-    cache = model.net.cache(len(rows), capacity)
+    inputs = Inputs.of(model, None, Sampling(), size)
+    cache = _programs().begin(inputs, tokens[:, :capacity])
     chunks = []
     for first in range(0, max(longest, 1), PASS_TOKENS):
         read = tokens[:, first : first + PASS_TOKENS]
         following = tokens[:, first + 1 : first + 1 + PASS_TOKENS]
-        start = np.full(len(rows), first, np.int32)
-        *chunk, cache = _pass(model.net, cache, read, following, start)
+        start = np.full(size, first, np.int32)
+        *chunk, cache = _programs().run(inputs, cache, read, following, start)
         # Fetched immediately, so that the device holds the scores of one pass only.
         chunks.append(jax.device_get(chunk))
         yield None
@@ -96,13 +90,36 @@ def passes(model: LM, rows: Sequence[Sequence[int]]) -> Iterator[list[PromptScor
     yield scores
 
 
-@functools.partial(jax.jit, donate_argnums=1)
-def _pass(net: Net, cache: KVCache, read: jax.Array, following: jax.Array, start: jax.Array):
-    """Scores ``following``, the tokens after those of ``read``, ``[B, W]``; one trace per bucket.
+class _Programs(NamedTuple):
+    """The two programs of scoring."""
 
-    Returns log-probabilities ``[B, W]``, the top ids and theirs ``[B, W, K]``, and the cache.
+    begin: Callable[..., KVCache]
+    run: Callable[..., tuple]
+
+
+@functools.cache
+def _programs() -> _Programs:
+    # Made at the first call: options of programs depend on the device.
+    return _Programs(program(_begin), program(_pass, donate_argnums=1))
+
+
+def _begin(inputs: Inputs, tokens: Int[Array, "B S"]) -> KVCache:
+    """An empty cache for S tokens of each row."""
+    return inputs.target.cache(*tokens.shape)
+
+
+def _pass(
+    inputs: Inputs,
+    cache: KVCache,
+    read: Int[Array, "B W"],
+    following: Int[Array, "B W"],
+    start: Int[Array, "B"],
+) -> tuple[Float[Array, "B W"], Int[Array, "B W K"], Float[Array, "B W K"], KVCache]:
+    """Scores ``following``, the tokens after those of ``read``; one trace per bucket.
+
+    Returns log-probabilities, the top ids and theirs, and the cache.
     """
-    logits, cache, _ = net.logits(cache, read, start)
+    logits, cache, _ = inputs.target.logits(cache, read, start)
     log_p = probs.log_softmax(logits)
     top, ids = jax.lax.top_k(log_p, min(TOP, log_p.shape[-1]))
     return probs.at_token(log_p, following), ids.astype(jnp.int32), top, cache

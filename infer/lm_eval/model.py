@@ -18,12 +18,13 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, setup
 
 from infer.cli import MAX_ROWS
 from infer.loading import use_compilation_cache
-from infer.scoring import check_scorable, score
+from infer.scoring import score
 from specjax import lm
 from specjax._util.arguments import COUNT
 from specjax._util.checks import SEED_MAX, Check
 from specjax._util.errors import InputError, OptionError
 from specjax._util.sampling_checks import CHECKS
+from specjax.core.mesh import make_mesh
 from specjax.core.sampling import Sampling
 from specjax.registry import method as method_named
 from specjax.runtime.generate import generate, make_engine
@@ -55,11 +56,14 @@ class Specjax(TemplateLM):
         quantize: str | None = None,
         base: str | None = None,
         device: str | None = None,
+        tensor_parallel_size: int | str = 1,
+        data_parallel_size: int | str = 1,
         **options: Any,
     ):
         """Loads the models and checks the method and its ``options``.
 
-        ``base`` is that of a target that is a delta.
+        ``base`` is that of a target that is a delta. The parallel sizes, named as in lm-eval's
+        ``vllm``, are the axes ``model`` and ``data`` of a mesh.
 
         The harness passes ``max_batch_size`` and ``device``, too; they have no effect.
 
@@ -68,11 +72,15 @@ class Specjax(TemplateLM):
         """
         super().__init__()
         use_compilation_cache()
-        self._target = lm.load(pretrained, dtype=dtype, quantize=quantize, base=base)
+        sizes = {
+            "model": COUNT.parse("--model_args tensor_parallel_size", tensor_parallel_size),
+            "data": COUNT.parse("--model_args data_parallel_size", data_parallel_size),
+        }
+        mesh = make_mesh(**sizes) if max(sizes.values()) > 1 else None
+        self._target = lm.load(pretrained, dtype=dtype, quantize=quantize, base=base, mesh=mesh)
         self._draft = _load_draft(self._target, draft, dtype, quantize)
         if self._target.tokenizer is None:
             raise OptionError(f"{pretrained} has no tokenizer")
-        check_scorable(self._target)
         self._method = method
         self._options = options
         make_engine(self._target, self._draft, method_named(method), options)
@@ -234,9 +242,7 @@ def _load_draft(
 ) -> lm.LM | None:
     if name is None:
         return None
-    if name.startswith(lm.SELF):
-        return lm.own_draft(target, name)
-    return lm.load(name, dtype=dtype, quantize=quantize)
+    return lm.load_draft(name, target, dtype=dtype, quantize=quantize, mesh=target.mesh)
 
 
 def read_request(

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from infer.sampling_options import word_ids
-from infer.scoring import check_scorable
 from infer.serve.engine_thread import Submission, Variant
 from infer.serve.refusals import NoSuchModel, TooLong, naming
 from infer.serve.schemas import Body, ChatBody, CompletionBody, Message, SamplingFields, Tool
@@ -179,9 +178,6 @@ class Admission:
         if isinstance(body, ChatBody) and body.top_logprobs and not body.logprobs:
             with naming("top_logprobs"):
                 raise OptionError("top_logprobs needs logprobs")
-        if body.alternatives is not None:
-            with naming("logprobs"):
-                check_scorable(self.target)
 
     # --- prompts and budgets -------------------------------------------------------------------
 
