@@ -85,7 +85,7 @@ def test_greedy_is_transformers_greedy_on_held_out_functions(pair, prompts):
     from infer.bench import peer_transformers
     from specjax.lm import EMBEDDED
 
-    prompts = prompts[:50]
+    prompts = prompts[:24]
     model = peer_transformers.load(str(EMBEDDED["demo"]))
     theirs = peer_transformers.decode(model, prompts, 24)["tokens"]
     ours = sj.generate(pair[0], prompts, max_new_tokens=24, batch_size=8)
