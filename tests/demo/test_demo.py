@@ -142,6 +142,7 @@ def test_more_tokens_per_round_than_the_chain(better):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_mtad_is_less_perplexing_than_samples():
     runs = demo_runs()
     mtad, plain = (
