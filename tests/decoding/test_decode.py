@@ -22,6 +22,7 @@ from specjax.registry import Context
 from specjax.runtime.engine import Engine
 from specjax.verify import speculative
 from support.caches import check_cache
+from support.lengths import fixed_lengths
 from support.variant_models import logits_jit
 
 PROMPTS = [[1, 2, 3], [4], list(range(5, 45)), [7, 7, 7, 7, 9]]
@@ -59,7 +60,8 @@ SAMPLING = sj.Sampling(temperature=0.8, top_k=20, top_p=0.9)
 
 
 def run(target, draft, method, prompts=PROMPTS, **kw):
-    return sj.generate(target, prompts, method=method, draft=draft, **kw)
+    options = kw.pop("options", None) or fixed_lengths(method)
+    return sj.generate(target, prompts, method=method, draft=draft, options=options, **kw)
 
 
 @pytest.mark.parametrize("gamma", [1, 8])
@@ -161,6 +163,7 @@ def test_growing_buckets_and_chunks_change_nothing(target, draft, name):
             PROMPTS,
             method=name,
             draft=draft,
+            options=fixed_lengths(name),
             max_new_tokens=new,
             sampling=SAMPLING,
             logprobs=True,
@@ -256,7 +259,9 @@ def values_of(spec):
 def test_one_trace_per_bucket_over_settings_keys_and_lengths(target, draft, name):
     spec = sj.method(name)
     # By default SDSAT's form depends on the temperature, and each form is a method of its own.
-    fixed = {"form": "chain"} if "form" in spec.options else {}
+    fixed = fixed_lengths(name)
+    if "form" in spec.options:
+        fixed["form"] = "chain"
     # MTJD draws from the k likeliest blocks, so it needs as many beams.
     most = 7 if name == "mtjd" else 80
     reward = "length:4-9" if spec.needs_reward else None

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 import specjax as sj
+from support.lengths import fixed_lengths
 
 FILE = Path(__file__).with_name("methods.json")
 SAMPLINGS = {"greedy": sj.Sampling(), "sampled": sj.Sampling(0.9, top_p=0.9)}
@@ -37,9 +38,6 @@ def run(name: str, mode: str, batch_size: int, pair: tuple[sj.LM, sj.LM]) -> dic
     """Tokens and counters of one method, as the file holds them."""
     target, draft = pair
     spec = sj.method(name)
-    gamma = spec.options.get("gamma")
-    # The counters of drafts of automatic length would depend on the clock.
-    is_auto = gamma is not None and gamma.default == "auto"
     out = sj.generate(
         target,
         prompts(),
@@ -48,7 +46,7 @@ def run(name: str, mode: str, batch_size: int, pair: tuple[sj.LM, sj.LM]) -> dic
         max_new_tokens=NEW_TOKENS,
         sampling=SAMPLINGS[mode],
         seed=3,
-        options={"gamma": 10} if is_auto else {},
+        options=fixed_lengths(name),
         batch_size=batch_size,
         reward="length:5-9" if spec.needs_reward else None,
     )
