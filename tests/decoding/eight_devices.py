@@ -5,7 +5,6 @@ test_mesh.py runs this file in a subprocess that has eight devices.
 
 import json
 import re
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -16,6 +15,7 @@ from conftest import tiny_lm
 from infer.bench import benchmark
 from infer.bench import commands as bench
 from infer.run import commands as run
+from infer.scoring import score
 from specjax import lm
 from specjax._util.errors import ModelWarning
 from specjax.core import loop
@@ -424,22 +424,11 @@ def test_quantised_weights(scheme, target):
     same(sj.generate(target, PROMPTS, **options), sj.generate(split, PROMPTS, **options))
 
 
-@pytest.mark.slow
-def test_lm_eval_scores_and_generates_as_one_device(tiny_pair_dirs):
-    pytest.importorskip("lm_eval")
-    from infer.lm_eval.model import Specjax
-
-    target, draft = tiny_pair_dirs
-    how = {"draft": draft, "method": "speculative", "batch_size": 2}
-    texts = [("def f(x):", " return x"), ("import", " os"), ("class A", ":\n    pass")]
-    asked = [SimpleNamespace(args=pair) for pair in texts]
-    until = {"until": ["\n\n"], "max_gen_toks": 8, "do_sample": False}
-    begun = [SimpleNamespace(args=(text, until)) for text, _ in texts]
-    one = Specjax(target, **how)
-    two = Specjax(target, **how, tensor_parallel_size="2", data_parallel_size=2)
-    assert two._target.mesh.shape == {"data": 2, "model": 2}
-    for a, b in zip(one.loglikelihood(asked), two.loglikelihood(asked), strict=True):
-        assert abs(a[0] - b[0]) < 1e-4 and a[1] == b[1]
-    assert one.generate_until(begun) == two.generate_until(begun)
-    with pytest.raises(sj.OptionError, match="tensor_parallel_size=x: expected a whole number"):
-        Specjax(target, tensor_parallel_size="x")
+def test_scores_of_texts_are_those_of_one_device(target):
+    """Three rows on two devices of rows, and a split table."""
+    one = score(target, PROMPTS)
+    (many,) = spread((target,), data=2, model=2)
+    for a, b in zip(one, score(many, PROMPTS), strict=True):
+        np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-4)
+        np.testing.assert_array_equal(a.top_ids[:, 0], b.top_ids[:, 0])
+        assert len(a.log_probs) == len(b.log_probs)

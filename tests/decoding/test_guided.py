@@ -66,6 +66,23 @@ def test_greedy_tokens_are_those_of_transformers(negative, tmp_path):
         assert ours.tolist() == theirs[0, len(prompt) :].tolist()
 
 
+@pytest.mark.parametrize("negative", NEGATIVES)
+def test_greedy_tokens_are_those_of_whole_rows(negative):
+    """Both sequences scored as whole rows, without a cache, at every step."""
+    target, _ = pair()
+    ids = NEGATIVES[negative]
+    number = int(plain(ids).lengths.argmax())  # the row that ends last
+    prompt = PROMPTS[number].tolist()
+    row, other = list(prompt), list(ids or prompt[-1:])
+    made = plain(ids).tokens[number].tolist()
+    assert len(made) >= 10
+    for token in made[:10]:
+        c, u = (laws.logits_of_texts(target, np.array([text]))[0, -1] for text in (row, other))
+        assert int(guide(c, u, SCALE).argmax()) == token
+        row.append(token)
+        other.append(token)
+
+
 @pytest.mark.parametrize(
     ("drafter", "negative"),
     [

@@ -251,6 +251,16 @@ def test_lm_eval_encodes_a_templates_text_without_another_bos(bos_dir):
     assert cached.tok_encode(text) == chat
 
 
+def test_the_sizes_of_a_mesh_are_checked(tiny_pair_dirs):
+    pytest.importorskip("lm_eval")
+    from infer.lm_eval.model import Specjax
+
+    with pytest.raises(sj.OptionError, match="tensor_parallel_size=x: expected a whole number"):
+        Specjax(tiny_pair_dirs[0], tensor_parallel_size="x")
+    with pytest.raises(sj.OptionError, match="data=2,model=64 needs 128 devices"):
+        Specjax(tiny_pair_dirs[0], tensor_parallel_size="64", data_parallel_size=2)
+
+
 def test_what_a_task_asks_of_a_generation_is_read():
     pytest.importorskip("lm_eval")
     from infer.lm_eval.model import read_request
