@@ -32,7 +32,7 @@ from specjax.models.host_arrays import aligned, on_device
 from specjax.models.quantization import NO_SCHEME, parse_scheme
 from specjax.models.quantized import Grouped, by_output
 
-CHUNK_BYTES = 1 << 23  # of a tensor in the file that are taken apart at a time
+CHUNK_BYTES = 1 << 20  # of a tensor in the file that are taken apart at a time
 FLOATS = ("F32", "F16", "BF16", "F64")
 
 
