@@ -18,11 +18,11 @@ import dataclasses
 import sys
 
 import jax
-from abstract_models import SAMPLED, abstract_model, lower_rounds, mesh_over
 from gpu_programs import GpuProgram, cache_copies, compile_for_gpu, gpu_devices
 from shapes import DRAFTS, SHAPES
 
 import specjax as sj
+from infer.abstract_models import SAMPLED, abstract_model, lower_rounds, mesh_over
 from infer.cli import mesh_axes, setting, whole
 from specjax.models import ModelConfig
 from specjax.models.quantization import parse_scheme

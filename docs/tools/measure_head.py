@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from abstract_models import lower_rounds, mesh_over
 from jax.experimental import topologies
 from measure_tpu import PARTS, SEARCH_TURNS, abstract, part_of, turns
 from shapes import SHAPES
 from tpu_cycles import cycles
 
+from infer.abstract_models import lower_rounds, mesh_over
 from infer.cli import whole
 from specjax.core.floor import COUNTING, SEARCHING
 from specjax.draft.model_drafter import DRAFTING

@@ -28,7 +28,6 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from abstract_models import abstract_model, lower_rounds, mesh_over
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 from shapes import DRAFTS, SHAPES
@@ -42,6 +41,7 @@ from tpu_cycles import (
 from tpu_kernels import FORWARD, Kernel, parse_call, schedules
 
 import specjax as sj
+from infer.abstract_models import abstract_model, lower_rounds, mesh_over
 from infer.cli import mesh_axes, setting, whole
 from specjax.core.floor import COUNTING, SEARCHING
 from specjax.draft.model_drafter import DRAFTING

@@ -171,8 +171,11 @@ def _add_decoding(group: _ArgumentGroup) -> None:
 def _add_plan(group: _ArgumentGroup) -> None:
     group.add_argument(
         "--plan",
-        action="store_true",
-        help="print the memory that the models need and the largest batch that fits, and exit",
+        nargs="?",
+        choices=("models", "batch"),
+        const="models",
+        help="print the memory that the models need and the largest batch that fits, and exit. "
+        "With batch, also compile what --batch-size rows run, and say what it needs",
     )
     group.add_argument(
         "--memory",

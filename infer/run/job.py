@@ -183,7 +183,7 @@ class Job:
         Raises:
           OptionError, PairError: an option is wrong, or models and method do not fit.
         """
-        spec, method_arguments = _chosen_method(args, draft is not None)
+        spec, method_arguments = chosen_method(args, draft is not None)
         options = {}
         if args.target == "demo" and "gamma" in spec.options:
             options["gamma"] = DEMO_GAMMA
@@ -412,7 +412,7 @@ def check_method(args: argparse.Namespace) -> bool:
     """
     if not (args.method or args.drafter or args.rule or args.target_dist):
         return True  # the method depends on whether there is a draft
-    spec, _ = _chosen_method(args, has_draft=True)
+    spec, _ = chosen_method(args, has_draft=True)
     spec.resolve(dict(args.set))
     _reward(args, spec)
     if spec.needs_reward and args.temperature:
@@ -422,7 +422,7 @@ def check_method(args: argparse.Namespace) -> bool:
     return spec.needs_draft
 
 
-def _chosen_method(args: argparse.Namespace, has_draft: bool) -> tuple[MethodSpec, dict[str, str]]:
+def chosen_method(args: argparse.Namespace, has_draft: bool) -> tuple[MethodSpec, dict[str, str]]:
     """The method, and the arguments of ``sj.generate`` that name it or its parts."""
     if not (args.drafter or args.rule or args.target_dist):
         name = args.method or ("speculative" if has_draft else "autoregressive")

@@ -1,6 +1,7 @@
 """``infer.run --plan``: the memory that models need, from their configs alone.
 
-Sizes are in bytes. No weights are read, so a plan takes no time and little memory.
+Sizes are in bytes. No weights are read, so a plan takes no time and little memory. ``--plan batch``
+also compiles what a batch runs: :mod:`infer.run.plan_batch`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 
 from infer.cli import SELF, mesh_text
 from infer.loading import bases_of, device_memory, draft_name
+from infer.run.job import check_method
+from infer.run.plan_batch import batch_plan
 from specjax import lm
 from specjax._util.errors import SplitError
 from specjax._util.platform import platform
@@ -29,6 +32,7 @@ from specjax.models.placement import check_split
 from specjax.models.quantization import NO_SCHEME, StoredForm, param_bytes, parse_scheme
 from specjax.models.sharding import split_config
 
+BATCH = "batch"  # the plan that compiles
 HEADROOM = 0.1  # share of the memory for activations, logits and the program itself
 # Tokens per row for which the largest batch is listed, besides the longest possible row.
 ROW_LENGTHS = (1024, 4096, 16384)
@@ -40,7 +44,8 @@ def print_plan(args: argparse.Namespace) -> int:
     """Prints the plan of ``--target`` and ``--draft``; returns the exit code."""
     names = {"target": args.target}
     schemes = {"target": args.quantize, "draft": args.quantize}
-    draft = draft_name(args, want_draft=False)
+    compiles = args.plan == BATCH
+    draft = draft_name(args, want_draft=compiles and check_method(args))
     if draft and draft.startswith(SELF):
         names["draft"] = args.target
         schemes["draft"] = draft.removeprefix(SELF)
@@ -59,6 +64,8 @@ def print_plan(args: argparse.Namespace) -> int:
         args.base,
         args.draft_whole,
     )
+    if compiles:
+        plan |= {"batch": batch_plan(args, plan, draft)}
     text = json.dumps(plan) if args.json else describe(plan)
     print(text)
     return 0
@@ -229,7 +236,20 @@ def describe(plan: Plan) -> str:
         return "\n".join([*lines, f"does not fit into {memory}"])
     lines.append(f"largest batch in {memory}:")
     lines += [f"  {rows:,} rows of {tokens:,} tokens" for tokens, rows in batches.items()]
+    if "batch" in plan:
+        lines += _describe_batch(plan["batch"])
     return "\n".join(lines)
+
+
+def _describe_batch(batch: Plan) -> list[str]:
+    tokens = f"{batch['prompt_tokens']:,} + {batch['new_tokens']:,} tokens"
+    rows = f"{batch['rows']:,} rows of {tokens}, compiled for {batch['device']}:"
+    lines = [
+        f"  state: {_size(batch['state_bytes'])}, temporaries: {_size(batch['temporary_bytes'])}"
+    ]
+    if batch["waiting_bytes"]:
+        lines.append(f"  prompts that wait or are kept: {_size(batch['waiting_bytes'])}")
+    return [rows, *lines, f"  peak with the weights: {_size(batch['peak_bytes'])}"]
 
 
 def _describe_model(role: str, model: Plan, several_devices: bool) -> list[str]:

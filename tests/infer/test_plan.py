@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -82,6 +83,54 @@ def test_the_plan_counts_what_windows_hold(directory, capsys):
         assert rows[str(tokens)] == free // row_bytes(cfg, tokens, "float32")
     assert run.main(["--plan", "--target", str(directory), "--memory", "1"]) == 0
     assert "for the last 1,536 tokens alone" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "speculative", "specinfer"])
+def test_the_plan_of_a_batch_counts_state_and_logits(tiny_pair_dirs, capsys, method):
+    target, draft = tiny_pair_dirs
+    models = ["--target", target] + (["--draft", draft] if method != "autoregressive" else [])
+    batches = {}
+    for rows in (2, 8):
+        arguments = ["--plan", "batch", "--json", "--method", method, "--batch-size", str(rows)]
+        arguments += [
+            "--prompt",
+            "def f(x):",
+            "--max-new-tokens",
+            "8",
+            "--ignore-generation-config",
+        ]
+        assert run.main([*models, *arguments]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        batches[rows] = plan["batch"]
+        assert plan["batch"]["peak_bytes"] > plan["weight_bytes"] + plan["batch"]["state_bytes"]
+    cached = plan["target"]["cache_bytes_per_token_and_row"]
+    if method != "autoregressive":
+        cached += plan["draft"]["cache_bytes_per_token_and_row"]
+    # Rows have caches and, beside them, less than 30 bytes a token.
+    state = batches[8]["state_bytes"] / (8 * 128)
+    assert cached < state < cached + 30
+    assert batches[8]["state_bytes"] > 3.9 * batches[2]["state_bytes"]
+    vocab = load_config(Path(target)).vocab_size
+    logits = 4 * vocab * (8 - 2) * (1 if method == "autoregressive" else 5)
+    assert batches[8]["temporary_bytes"] - batches[2]["temporary_bytes"] >= logits
+
+
+def test_the_plan_of_a_batch_of_what_cannot_run_is_one_line(capsys):
+    for wrong in (["--method", "nope"], ["--mesh", "model=3"], ["--method", "sdsat"]):
+        assert run.main(["--plan", "batch", *wrong]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+    with pytest.raises(SystemExit, match="2"):
+        run.main(["--plan", "rows"])
+
+
+@pytest.mark.slow
+def test_the_plan_of_a_batch_is_what_a_job_takes():
+    """VmHWM of a process, above what it held before the batch; it swings by a few per cent."""
+    command = ["docs/tools/measure_plan.py", "demo", "--draft", "demo-draft"]
+    command += ["--methods", "specinfer", "--batch", "64"]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True)
+    ratio = float(done.stdout.splitlines()[-1].split("|")[5])
+    assert 0.85 < ratio < 1.15
 
 
 @pytest.mark.parametrize(
