@@ -254,16 +254,17 @@ def _sequence_attention(
     masks = {}
     for window in dict.fromkeys(windows):
         masks[window] = dense.windowed(mask_fn, window, cfg.chunked)
-    groups = cfg.num_heads // cfg.num_kv_heads
+    # Key heads that are fewer than the devices are repeated (`split_by_heads`).
+    groups = cfg.num_heads // max(cfg.num_kv_heads, sharding.model_devices(rows))
     by_window = {
         window: make_attention(mask, meta, transform, groups, rows)
         for window, mask in masks.items()
     }
 
     def attend(layer, q, k, v, sinks=None):
-        if rows is not None and sharding.splits_tokens(rows):
-            k = sharding.constrain(k, sharding.whole_rows(rows))
-            v = v if v is None else sharding.constrain(v, sharding.whole_rows(rows))
+        q = sharding.split_by_heads(q, rows)
+        k = sharding.split_by_heads(k, rows, whole=True)
+        v = v if v is None else sharding.split_by_heads(v, rows, whole=True)
         # Heads before tokens in keys and values, as in a cache.
         attend_layer = by_window[windows[layer]]
         k = k.transpose(0, 2, 1, 3)

@@ -106,9 +106,35 @@ def splits_tokens(rows: NamedSharding | None) -> bool:
     return rows is not None and len(rows.spec) > 1 and rows.spec[1] is not None
 
 
-def whole_rows(rows: NamedSharding) -> NamedSharding:
-    """The sharding of keys and values: of its rows a device has every token."""
-    return NamedSharding(rows.mesh, PartitionSpec(rows.spec[0]))
+def model_devices(rows: NamedSharding | None) -> int:
+    """The devices of a batch's mesh that share each copy of a model's heads and columns."""
+    return 1 if rows is None else rows.mesh.shape.get(AXIS, 1)
+
+
+def head_axis(rows: NamedSharding) -> str | None:
+    """The mesh axis that heads are split over in training; None: each device has all of them."""
+    return AXIS if model_devices(rows) > 1 else None
+
+
+def repeat_heads(x: Float[Array, "B N K E"], count: int) -> Float[Array, "B N k E"]:
+    """Keys or values of which ``count`` devices can have equal shares: copied if they are fewer."""
+    heads = x.shape[2]
+    return x if heads % count == 0 else jnp.repeat(x, count // heads, axis=2)
+
+
+def split_by_heads(
+    x: Float[Array, "B N H E"], rows: NamedSharding | None, whole: bool = False
+) -> Float[Array, "B N h E"]:
+    """Queries, keys or values in training: rows as ``rows`` says, heads over :data:`AXIS`.
+
+    ``whole``: of its rows a device has every token, as attention needs keys and values. If there
+    are fewer heads than devices, several devices get the same one.
+    """
+    if rows is None or not (splits_tokens(rows) or model_devices(rows) > 1):
+        return x
+    x = repeat_heads(x, model_devices(rows))
+    spec = rows.spec[0], None if whole or len(rows.spec) < 2 else rows.spec[1], head_axis(rows)
+    return constrain(x, NamedSharding(rows.mesh, PartitionSpec(*spec)))
 
 
 def axes_of(rows: NamedSharding) -> tuple[str, ...]:

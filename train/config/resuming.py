@@ -29,7 +29,7 @@ MAY_CHANGE = {
         ),
         *("schedule", "warmup_steps", "decay_fraction", "final_fraction"),
     ),
-    "mesh": ("fsdp", "sequence", "devices", "topology", "memory_gib"),
+    "mesh": ("fsdp", "model", "sequence", "devices", "topology", "memory_gib"),
     "run": (
         *("dir", "log_every", "eval_every", "eval_batches", "checkpoint_every", "keep"),
         *("checkpoint_minutes", "keep_best", "patience", "sample_tokens"),

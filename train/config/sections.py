@@ -169,6 +169,7 @@ class MeshSection:
     """The devices of a run. All of them take part; the rows of a batch are split over them."""
 
     fsdp: PositiveInt = 1  # devices that share one copy of the params and the optimizer state
+    model: PositiveInt = 1  # devices that share each layer's heads and columns, and the vocabulary
     sequence: PositiveInt = 1  # devices that share each row, for rows too long for one
     devices: NotNegativeInt = 0  # devices that the run needs and --dry-run plans for; 0: all here
     topology: str = ""  # TPU topology that --dry-run compiles for, e.g. v5e:2x4

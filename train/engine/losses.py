@@ -3,6 +3,9 @@
 Logits exist for ``chunk`` tokens at a time and are recomputed in the backward pass. The loss mask
 is in the labels: a token whose label is IGNORE does not count.
 
+On a mesh that splits models, a device has a share of the table and of the logits. The compiler
+then adds up what a sum over the vocabulary needs.
+
 Axes: B rows, T tokens, D hidden size, E a teacher's hidden size, V vocabulary, U that of a teacher,
 n tokens of a chunk.
 """
@@ -16,11 +19,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from specjax.models import ModelConfig, head_matrix
-from specjax.models.sharding import axes_of
+from specjax.models.attention.dense import MASKED_SCORE
+from specjax.models.sharding import AXIS, axes_of, constrain, model_devices
 from train.data.packing import IGNORE
 
 CHUNK = 2048  # tokens per device whose logits exist at the same time
@@ -28,38 +33,62 @@ HEAD = "head"  # the name scope of a chunk's operations in a compiled program
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["table", "bias"], meta_fields=["softcap", "rows"]
+    jax.tree_util.register_dataclass,
+    data_fields=["table", "bias"],
+    meta_fields=["softcap", "rows", "padding"],
 )
 @dataclasses.dataclass(frozen=True)
 class OutputHead:
     """The output layer of a model: hidden states to logits.
 
     Attributes:
-      table: the output embedding.
+      table: the output embedding. Its last rows may be padding, so that devices can share it.
       bias: on the logits; None: there is none.
       softcap: logits are capped at ± this value; None: not capped.
       rows: the sharding of a batch's rows; None: on one device.
+      padding: the rows that pad the table; their logits are :data:`MASKED_SCORE`.
     """
 
     table: Float[Array, "V D"]
     softcap: float | None = None
     rows: NamedSharding | None = None
     bias: Float[Array, "V"] | None = None
+    padding: int = 0
 
     @classmethod
-    def of(cls, cfg: ModelConfig, params: dict, rows: NamedSharding | None = None) -> OutputHead:
-        """The output layer of a model with these params."""
+    def of(
+        cls,
+        cfg: ModelConfig,
+        params: dict,
+        rows: NamedSharding | None = None,
+        ids: slice | np.ndarray | None = None,
+    ) -> OutputHead:
+        """The output layer of a model with these params, restricted to ``ids`` if they are given.
+
+        If the mesh of ``rows`` splits models, the table is split by vocabulary.
+        """
         table = head_matrix(cfg, params)
-        return cls(table, cfg.logit_softcap, rows, params.get("head_bias"))
+        bias = params.get("head_bias")
+        if ids is not None:
+            table = table[ids]
+            bias = None if bias is None else bias[ids]
+        padding = -table.shape[0] % model_devices(rows)
+        table = split_vocabulary(table, rows)
+        if bias is not None:
+            bias = split_vocabulary(bias, rows)
+        return cls(table, cfg.logit_softcap, rows, bias, padding)
 
     def logits(self, hidden: Float[Array, "n D"]) -> Float[Array, "n V"]:
         """float32 logits, whatever dtype the hidden states have."""
         out = jnp.einsum("nd,vd->nv", hidden, self.table, preferred_element_type=jnp.float32)
         if self.bias is not None:
             out = out + self.bias
-        if self.softcap is None:
+        if self.softcap is not None:
+            out = self.softcap * jnp.tanh(out / self.softcap)
+        if not self.padding:
             return out
-        return self.softcap * jnp.tanh(out / self.softcap)
+        is_padding = jnp.arange(out.shape[-1]) >= out.shape[-1] - self.padding
+        return jnp.where(is_padding, MASKED_SCORE, out)
 
     def cross_entropy(
         self, hidden: Float[Array, "B T D"], labels: Int[Array, "B T"], chunk: int = CHUNK
@@ -79,6 +108,19 @@ class OutputHead:
             return jax.lax.map(lambda row: jnp.argmax(head.logits(row), axis=-1), hidden)
 
         return on_own_rows(argmax_of_rows, self.rows, joined=True)(self, hidden)
+
+
+def split_vocabulary(table: Float[Array, "V ..."], rows: NamedSharding | None) -> Array:
+    """A table, or one value per id, with each device's share of the ids on it.
+
+    Zeros pad it to a multiple of the devices. Without a mesh that splits models it stays as it is.
+    """
+    devices = model_devices(rows)
+    if rows is None or devices == 1:
+        return table
+    pad = -table.shape[0] % devices
+    table = jnp.pad(table, ((0, pad), *[(0, 0)] * (table.ndim - 1)))
+    return constrain(table, NamedSharding(rows.mesh, PartitionSpec(AXIS)))
 
 
 def chunked_distillation(
@@ -159,8 +201,8 @@ def sum_over_chunks(
     Args:
       sums: takes ``[n, ...]`` of each input and ``[n]`` labels; returns any tree of float32
         sums. It is recomputed in the backward pass. Padding has label IGNORE and zeros.
-      shared: any tree that every chunk reads. Each device holds it whole. Its gradient is summed
-        over devices a single time, however many chunks there are.
+      shared: any tree that every chunk reads. Each device holds it whole, or its share along
+        ``model``. Its gradient is summed over devices a single time, however many chunks there are.
       inputs: ``[B, T, ...]`` each.
       chunk: tokens of a device in each call of ``sums``.
       rows: the sharding of ``[B, T]``; None: on one device.
@@ -173,7 +215,7 @@ def on_own_rows(function: Callable, rows: NamedSharding | None, joined: bool = F
     """``function`` as run by every device on its own tokens, with the first argument whole.
 
     Its other arguments are ``[B, T, ...]``. The results are summed over devices, or with ``joined``
-    put together as ``[B, T]``.
+    put together as ``[B, T]``. Devices that share a model run it together, on the same tokens.
     """
     if rows is None:
         return function
@@ -189,7 +231,13 @@ def on_own_rows(function: Callable, rows: NamedSharding | None, joined: bool = F
     def on_all_devices(shared, *arrays):
         in_specs = (whole, *[split] * len(arrays))
         out_specs = split if joined else whole
-        mapped = jax.shard_map(on_device, mesh=rows.mesh, in_specs=in_specs, out_specs=out_specs)
+        mapped = jax.shard_map(
+            on_device,
+            mesh=rows.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=set(rows.mesh.axis_names) - {AXIS},
+        )
         return mapped(shared, *arrays)
 
     return on_all_devices

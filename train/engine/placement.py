@@ -5,9 +5,13 @@ mesh has two axes. Along ``data`` the devices hold the same params. Along ``fsdp
 a share of them, and gathers the params of one layer at a time. Rows of a batch are split over both
 axes. The devices may belong to several processes, each of which loads its own rows.
 
-A third axis, ``sequence``, splits the tokens of a row. Devices along it hold parts of the same rows
-and the same params. In each layer they gather the row's keys and values (all-gathered context
+An axis ``sequence`` splits the tokens of a row. Devices along it hold parts of the same rows and
+the same params. In each layer they gather the row's keys and values (all-gathered context
 parallelism, as in Llama 3, arXiv 2407.21783, §3.3.2); all else of a token is on its own device.
+
+An axis ``model`` splits heads, columns of the MLP and the vocabulary, as decoding does
+(:mod:`specjax.models.sharding`). Devices along it have the same rows. They hold and compute parts
+of each layer, and sum their partial products twice a layer.
 """
 
 from __future__ import annotations
@@ -22,21 +26,31 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from specjax._util.errors import InputError
+from specjax.models import ModelConfig
 from specjax.models.placement import put_whole
+from specjax.models.sharding import AXIS as MODEL
 from train.config import MeshSection
 from train.data.packing import Batch
+from train.engine.shares import FSDP, Shares
 
-AXES = ("data", "fsdp")
+AXES = ("data", FSDP)
 SEQUENCE = "sequence"
-# Smaller arrays are not split: to gather them costs more than a share saves.
-SMALLEST_SHARED = 1 << 12  # elements
 
 
 class Placement:
     """The shardings of a run's arrays. Without a mesh everything is on one device."""
 
-    def __init__(self, mesh: Mesh | None = None):
+    def __init__(self, mesh: Mesh | None = None, shares: Shares | None = None):
         self._mesh = mesh
+        self._shares = shares or Shares()
+
+    def of_models(self, *models: ModelConfig) -> Placement:
+        """This placement for the params of these models, whose heads it splits if the mesh does.
+
+        Raises:
+          InputError: the devices of ``mesh.model`` cannot share one of the models.
+        """
+        return Placement(self._mesh, self._shares.of_models(*models))
 
     @property
     def replicated(self) -> NamedSharding | None:
@@ -50,8 +64,7 @@ class Placement:
         mesh = self._mesh
         if mesh is None:
             return None
-        devices = mesh.shape["fsdp"]
-        return jax.tree.map(lambda x: NamedSharding(mesh, shared_axis(x.shape, devices)), tree)
+        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), self._shares.specs(tree))
 
     def step_shardings(self, params: Any, opt_state: Any) -> tuple | None:
         """The shardings of a step's results (:func:`train.engine.loop.make_step`), or None."""
@@ -114,61 +127,72 @@ def host_memory() -> contextlib.AbstractContextManager:
 
 
 def make_placement(
-    fsdp: int, rows: int, devices: Sequence[jax.Device] | None = None, sequence: int = 1
+    fsdp: int,
+    rows: int,
+    devices: Sequence[jax.Device] | None = None,
+    sequence: int = 1,
+    model: int = 1,
 ) -> Placement:
     """A placement over all devices of the run.
 
     Args:
       fsdp: the number of devices that share one copy of the params.
       rows: rows of a batch.
-      sequence: the number of devices that each row's tokens are split over.
       devices: devices to use instead of the run's own, e.g. those of a topology.
+      sequence: the number of devices that each row's tokens are split over.
+      model: the number of devices that heads, columns and the vocabulary are split over.
 
     Raises:
-      InputError: ``fsdp`` · ``sequence`` does not divide the devices; the groups of devices that
-        share a row do not divide ``rows``, or belong to several processes.
+      InputError: ``fsdp`` · ``sequence`` · ``model`` does not divide the devices; the groups of
+        devices that share a row do not divide ``rows``, or belong to several processes.
     """
     if devices is None:
         devices = jax.devices()
     count = len(devices)
-    _check_division(count, fsdp, rows, sequence)
+    _check_division(count, fsdp, rows, sequence, model)
     if count == 1:
         return Placement()
-    axes = AXES
-    shape = (count // sequence // fsdp, fsdp)
-    if sequence > 1:
-        axes = (*AXES, SEQUENCE)
-        shape = (*shape, sequence)
+    # Devices of the last axis are neighbors, and those of `model` exchange most.
+    sizes = {"data": count // (fsdp * sequence * model), FSDP: fsdp}
+    inner = {SEQUENCE: sequence, MODEL: model}
+    sizes |= {name: size for name, size in inner.items() if size > 1}
+    axes = tuple(sizes)
+    shape = tuple(sizes.values())
     # Explicit axes, which jax.make_mesh may default to, would need a sharding in every operation.
     auto = (AxisType.Auto,) * len(axes)
     mesh = jax.make_mesh(shape, axes, axis_types=auto, devices=devices)
-    _require_own_rows(mesh, sequence)
-    return Placement(mesh)
+    _require_own_rows(mesh, sequence, model)
+    return Placement(mesh, Shares(fsdp, model))
 
 
-def _check_division(count: int, fsdp: int, rows: int, sequence: int) -> None:
+def _check_division(count: int, fsdp: int, rows: int, sequence: int, model: int) -> None:
     """Raises InputError if ``count`` devices cannot share the params and rows so."""
-    if count % (fsdp * sequence):
+    if count % (fsdp * sequence * model):
         asked = f"mesh.fsdp={fsdp}"
         if sequence > 1:
             asked += f" times mesh.sequence={sequence}"
+        if model > 1:
+            asked += f" times mesh.model={model}"
         raise InputError(f"{asked} does not divide the {count} devices")
-    groups = count // sequence
+    size = sequence * model
+    groups = count // size
     if rows % groups:
-        whom = f"{groups} groups of {sequence} devices" if sequence > 1 else f"{count} devices"
+        whom = f"{groups} groups of {size} devices" if size > 1 else f"{count} devices"
         raise InputError(
             f"optim.batch_size={rows} rows do not divide among {whom}: "
             "raise it, and lower optim.accumulate to match"
         )
 
 
-def _require_own_rows(mesh: Mesh, sequence: int) -> None:
+def _require_own_rows(mesh: Mesh, sequence: int, model: int) -> None:
     """Raises InputError if devices that share a row belong to several processes."""
-    for group in mesh.devices.reshape(-1, sequence):
+    sizes = {"sequence": sequence, "model": model}
+    asked = ", ".join(f"mesh.{name}={size}" for name, size in sizes.items() if size > 1)
+    for group in mesh.devices.reshape(-1, sequence * model):
         if len({device.process_index for device in group}) > 1:
             raise InputError(
-                f"mesh.sequence={sequence}: devices that share a row belong to several processes, "
-                "each of which loads whole rows: lower it to the devices of one process"
+                f"{asked}: devices that share a row belong to several processes, each of which "
+                "loads whole rows: lower it to the devices of one process"
             )
 
 
@@ -184,7 +208,7 @@ def run_placement(section: MeshSection, rows: int) -> Placement:
             f"mesh.devices={section.devices}, but the run has {count} devices: start it on a "
             "machine that has them, or set mesh.devices=0 to use all that are there"
         )
-    return make_placement(section.fsdp, rows, sequence=section.sequence)
+    return make_placement(section.fsdp, rows, None, section.sequence, section.model)
 
 
 def planned_devices(section: MeshSection, rows: int) -> int:
@@ -194,7 +218,7 @@ def planned_devices(section: MeshSection, rows: int) -> int:
       InputError: the topology has another form; or as :func:`make_placement`.
     """
     count = device_count(section)
-    _check_division(count, section.fsdp, rows, section.sequence)
+    _check_division(count, section.fsdp, rows, section.sequence, section.model)
     return count
 
 
@@ -213,22 +237,3 @@ def device_count(section: MeshSection) -> int:
         raise InputError(
             f"mesh.topology={section.topology!r}: expected KIND:AxB or KIND:AxBxC, e.g. v5e:2x4"
         ) from None
-
-
-def bytes_per_device(tree: Any, fsdp: int) -> int:
-    """Bytes of one device's share of arrays, or of their shapes, that ``fsdp`` devices share."""
-
-    def share(x: Any) -> int:
-        size = math.prod(x.shape) * x.dtype.itemsize
-        return size // fsdp if any(shared_axis(x.shape, fsdp)) else size
-
-    return sum(map(share, jax.tree.leaves(tree)))
-
-
-def shared_axis(shape: tuple[int, ...], devices: int) -> PartitionSpec:
-    """Splits the longest axis that ``devices`` divides; small arrays stay whole."""
-    divisible = [axis for axis, size in enumerate(shape) if size % devices == 0]
-    if devices == 1 or not divisible or math.prod(shape) < SMALLEST_SHARED:
-        return PartitionSpec()
-    longest = max(divisible, key=lambda axis: shape[axis])
-    return PartitionSpec(*[None] * longest, "fsdp")

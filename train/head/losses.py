@@ -29,7 +29,7 @@ from specjax.models.forward_pass import (
     module_of,
 )
 from specjax.models.head import draft_logits, fed_back, fused_states, share_embedding
-from specjax.models.sharding import splits_tokens
+from specjax.models.sharding import head_axis, split_by_heads, splits_tokens
 from train.data.packing import IGNORE
 from train.engine.loop import LossFn
 from train.engine.losses import (
@@ -103,10 +103,11 @@ def head_loss(
         params = cast(params, objective.dtype)
         # The head reads the auxiliary hidden states; the final ones give p.
         hidden, aux_states = _target_states(target, head, frozen, batch, rows)
-        teacher = _teacher_layer(target, head, frozen)
+        # The target's output layer, restricted to the ids that the head drafts.
+        teacher = OutputHead.of(target, frozen, rows, head.ids)
         whole_teacher = None
         if objective.drop_outside and head.ids is not None:
-            whole_teacher = OutputHead.of(target, frozen)
+            whole_teacher = OutputHead.of(target, frozen, rows)
         cfg, params = share_embedding(head, params, frozen["embed"])
         sums = _step_sums(cfg)
         shared = (params, teacher, whole_teacher)
@@ -147,14 +148,6 @@ def _target_states(
     return jax.lax.stop_gradient(states)
 
 
-def _teacher_layer(target: ModelConfig, head: HeadConfig, frozen: dict) -> OutputHead:
-    """The target's output layer, restricted to the ids that the head drafts."""
-    layer = OutputHead.of(target, frozen)
-    if head.ids is None:
-        return layer
-    return dataclasses.replace(layer, table=layer.table[head.ids])
-
-
 def _step_sums(cfg: HeadConfig) -> Callable:
     """Sums over a chunk of tokens of one step: (KL in nats, tokens of equal argmax, tokens).
 
@@ -169,6 +162,8 @@ def _step_sums(cfg: HeadConfig) -> Callable:
             likeliest = jnp.argmax(whole_teacher.logits(target_hidden), axis=-1)
             labels = jnp.where(jnp.asarray(drafted)[likeliest], labels, IGNORE)
         student = draft_logits(cfg, params, head_hidden).astype(jnp.float32)
+        pad = ((0, 0), (0, teacher.padding))
+        student = jnp.pad(student, pad, constant_values=MASKED_SCORE)
         target_logits = jax.lax.stop_gradient(teacher.logits(target_hidden))
         same = jnp.argmax(student, axis=-1) == jnp.argmax(target_logits, axis=-1)
         kl = summed_kl(target_logits, student, labels)
@@ -200,6 +195,7 @@ def draft_steps(
 
         # The head has one layer, so attend is called one time. It has no sinks.
         def attend(layer, q, k, v, sinks):
+            q, k, v = (split_by_heads(x, rows) for x in (q, k, v))
             entries.append((k, v))
             return attend_steps(q, (*past, (k, v)))
 
@@ -235,8 +231,16 @@ def _step_attention(meta: Meta, rows: NamedSharding | None) -> Callable:
     if rows is not None:
         own = PartitionSpec(*rows.spec)
         whole = PartitionSpec(rows.spec[0])
-        in_specs = (own, whole, own, own, whole)
-        run = jax.shard_map(run, mesh=rows.mesh, in_specs=in_specs, out_specs=own, check_vma=False)
+        tokens = rows.spec[1] if splits_tokens(rows) else None
+        own_heads = PartitionSpec(rows.spec[0], tokens, head_axis(rows))
+        whole_heads = PartitionSpec(rows.spec[0], None, head_axis(rows))
+        run = jax.shard_map(
+            run,
+            mesh=rows.mesh,
+            in_specs=(own_heads, whole_heads, own_heads, own, whole),
+            out_specs=own_heads,
+            check_vma=False,
+        )
     return lambda q, entries: run(q, entries[0], entries[1:], meta, meta)
 
 

@@ -21,6 +21,7 @@ from train.data.prompts import PROMPT_TOKENS
 from train.data.tokenized import Corpus
 from train.data.tokenizer import id_count, load_tokenizer, tokenizer_file
 from train.engine.batches import open_corpus
+from train.engine.shares import require_model_axis
 from train.engine.starting import require_model
 from train.head.starting import read_start
 
@@ -63,6 +64,7 @@ def prepare_setup(cfg: HeadRunConfig, cache: Path | None) -> HeadSetup:
     else:
         start = None
         head = make_head(cfg, files.config, None)
+    require_model_axis(head, cfg.mesh.model)
     data = open_corpus(cfg.data, files.tokenizer, files.layout, cache, chats=files.chats)
     counts = data.counts(files.config.vocab_size)[0]
     if start is None and cfg.head.draft_vocab:
@@ -141,6 +143,7 @@ def _check(cfg: HeadRunConfig, target: ModelConfig, tokenizer: Tokenizer) -> Non
             f"longer than the target's context ({target.max_position}) holds: lower it"
         )
     _check_sizes(section, target)
+    require_model_axis(target, cfg.mesh.model)
     if target.embed_size not in (None, target.hidden_size):
         raise InputError(
             f"model.init_from={name!r} has an embedding of width {target.embed_size} and hidden "

@@ -235,6 +235,7 @@ def _make_reader(cfg: HeadRunConfig, setup: HeadSetup) -> ReadBatch:
 
 def _make_compute(cfg: HeadRunConfig, setup: HeadSetup, placement: Placement) -> Compute:
     """A function that starts to compute the states of a batch, over all devices."""
+    placement = placement.of_models(setup.target)
     rows = placement.row_sharding(0)
     target = setup.target
     layers = setup.head.layer_ids

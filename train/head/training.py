@@ -73,6 +73,7 @@ def train(
     """
     data = setup.data
     head = setup.head
+    placement = placement.of_models(head, setup.target)
     dtype = jnp.dtype(cfg.model.compute_dtype)
     # In the host's memory: one device may be too small for the params that all of them share.
     with host_memory():

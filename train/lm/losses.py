@@ -5,7 +5,6 @@ Axes: B rows, T tokens, D hidden size.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
 
@@ -147,10 +146,8 @@ def distillation_loss(
     def loss(params, frozen, batch):
         head, hidden = outputs(cfg, cast(params, dtype), batch, remat, rows)
         teacher_head, teacher_hidden = jax.lax.stop_gradient(
-            outputs(teacher, frozen, batch, rows=rows)
+            outputs(teacher, frozen, batch, rows=rows, ids=slice(ids))
         )
-        if ids is not None:
-            teacher_head = dataclasses.replace(teacher_head, table=teacher_head.table[:ids])
         total, count, nats = chunked_distillation(
             head, hidden, teacher_head, teacher_hidden, batch["labels"], alpha, temperature
         )
@@ -165,8 +162,12 @@ def outputs(
     batch: dict,
     remat: Remat = False,
     rows: NamedSharding | None = None,
+    ids: slice | None = None,
 ) -> tuple[OutputHead, Float[Array, "B T D"]]:
-    """(the model's output layer, the hidden states of a batch)."""
-    head = OutputHead.of(cfg, params, rows)
+    """(the model's output layer, the hidden states of a batch).
+
+    The output layer gives logits of ``ids``; None: of all.
+    """
+    head = OutputHead.of(cfg, params, rows, ids)
     states = hidden_states(cfg, params, *row_arguments(batch), remat=remat, rows=rows)
     return head, states.hidden

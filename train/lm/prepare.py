@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from specjax._util.errors import InputError
 from specjax.lm import locate
 from specjax.models import ModelConfig, init_params, load_pretrained
+from specjax.models.hf.read import load_config
 from train.config import LMConfig, Model
 from train.data.chats import ChatFormat, chat_format
 from train.data.document_ends import DocumentEnds, checkpoint_ends, tokenizer_ends
@@ -20,6 +21,7 @@ from train.data.reading import Document
 from train.data.tokenized import Corpus
 from train.data.tokenizer import id_count, load_tokenizer, tokenizer_file, train_tokenizer
 from train.engine.batches import open_corpus, read_documents
+from train.engine.shares import require_model_axis
 from train.engine.starting import require_model
 
 
@@ -43,9 +45,19 @@ def prepare_setup(cfg: LMConfig, directory: Path, cache: Path | None) -> LmSetup
     documents = None if cfg.data.shards else read_documents(cfg.data, chats)
     tokenizer = get_tokenizer(cfg, documents.texts if documents else None, directory)
     model, first_params = build_model(cfg, tokenizer)
+    if cfg.mesh.model > 1:
+        for each in (model, *teachers(cfg)):
+            require_model_axis(each, cfg.mesh.model)
     ends = layout(cfg, model, tokenizer)
     data = open_corpus(cfg.data, tokenizer, ends, cache, documents, chats)
     return LmSetup(tokenizer, model, first_params, data)
+
+
+def teachers(cfg: LMConfig) -> list[ModelConfig]:
+    """The config of the model that a run distills; empty if it distills none."""
+    if not cfg.distill.teacher:
+        return []
+    return [load_config(locate(cfg.distill.teacher))]
 
 
 def chats_of(cfg: LMConfig) -> ChatFormat | None:

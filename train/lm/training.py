@@ -17,7 +17,6 @@ from specjax._util import processes
 from specjax._util.errors import InputError
 from specjax.lm import locate
 from specjax.models import ModelConfig, num_params, param_shapes
-from specjax.models.hf.read import load_config
 from train.config import LMConfig, fixed_settings, to_dict
 from train.data.corpus import permissive_distributions
 from train.data.prompts import held_out_prompts
@@ -30,14 +29,14 @@ from train.engine.operations import causal_operations
 from train.engine.optim import make_optimizer
 from train.engine.placement import (
     Placement,
-    bytes_per_device,
     host_memory,
     planned_devices,
     run_placement,
 )
 from train.engine.program import run_training, with_next_command
+from train.engine.shares import Shares
 from train.lm.losses import data_loss, training_loss
-from train.lm.prepare import LmSetup, prepare_setup
+from train.lm.prepare import LmSetup, prepare_setup, teachers
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,6 +73,7 @@ def train(cfg: LMConfig, setup: LmSetup, placement: Placement, resume: bool) -> 
     """Trains and exports; returns the summary. Every process calls this, the first one writes."""
     model = setup.model
     data = setup.data
+    placement = placement.of_models(model, *teachers(cfg))
     rows = placement.row_sharding(0)
     # In the host's memory: one device may be too small for the params that all of them share.
     with host_memory():
@@ -144,7 +144,7 @@ def _measure_drafts(
 ) -> Callable[[dict, Any], Measured] | None:
     """A function that measures how well the draft drafts for its teacher."""
     section = cfg.distill
-    teacher = load_config(locate(section.teacher))
+    [teacher] = teachers(cfg)
     context = min(setup.model.max_position, teacher.max_position)
     room = context - section.decode_tokens - section.decode_length
     prompts = held_out_prompts(setup.data, section.decode_prompts, room)
@@ -177,8 +177,8 @@ def useful_operations(cfg: LMConfig, model: ModelConfig) -> float:
     length = cfg.data.seq_len
     # The backward pass takes twice the FLOPs of the forward pass.
     operations = 3 * causal_operations(model, length)
-    if cfg.distill.teacher:
-        operations += causal_operations(load_config(locate(cfg.distill.teacher)), length)
+    for teacher in teachers(cfg):
+        operations += causal_operations(teacher, length)
     return operations
 
 
@@ -187,6 +187,7 @@ def plan(cfg: LMConfig, model: ModelConfig, data: Corpus) -> dict[str, Any]:
     tokens = cfg.optim.batch_size * cfg.optim.accumulate * cfg.data.seq_len
     devices = planned_devices(cfg.mesh, cfg.optim.batch_size)
     epoch = train_tokens(data)
+    shares = Shares(cfg.mesh.fsdp, cfg.mesh.model).of_models(model)
     return {
         "parameters": num_params(model),
         "vocab_size": model.vocab_size,
@@ -199,6 +200,6 @@ def plan(cfg: LMConfig, model: ModelConfig, data: Corpus) -> dict[str, Any]:
         "state_megabytes": round(16 * num_params(model) / 1e6, 1),
         "devices": devices,
         "state_megabytes_per_device": round(
-            4 * bytes_per_device(param_shapes(model), cfg.mesh.fsdp) / 1e6, 1
+            4 * shares.bytes_per_device(param_shapes(model)) / 1e6, 1
         ),
     }

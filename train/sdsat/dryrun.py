@@ -30,6 +30,7 @@ from specjax.models import ModelConfig, param_shapes
 from train.config import SDSATConfig, from_dict, to_dict
 from train.engine.optim import make_optimizer
 from train.engine.placement import device_count, make_placement
+from train.engine.shares import Shares, can_share
 from train.sdsat import memory
 from train.sdsat.losses import sdsat_loss, weigh
 from train.sdsat.memory import GIB, Compiled, Parts
@@ -53,13 +54,14 @@ def needed_memory(cfg: SDSATConfig, setup: SdsatSetup) -> dict[str, Any]:
 
     parts = step_parts(cfg, setup, setup.model)
     dtype = cfg.model.compute_dtype
-    estimate = memory.estimate(setup.model, parts, cfg.mesh.fsdp, devices, dtype, cfg.model.remat)
+    shares = Shares(cfg.mesh.fsdp, cfg.mesh.model).of_models(setup.model)
+    estimate = memory.estimate(setup.model, parts, shares, devices, dtype, cfg.model.remat)
     estimate["total"] = sum(estimate.values())
     table = {name: round(size / GIB, 3) for name, size in estimate.items()}
 
     needed = compiled.get("gib_compiled") or table["total"]
     if cfg.sdsat.decode_prompts:
-        evaluation = memory.evaluation(setup.model, parts, cfg.mesh.fsdp, dtype) / GIB
+        evaluation = memory.evaluation(setup.model, parts, shares, dtype) / GIB
         needed = max(needed, evaluation)
         compiled["gib_evaluation"] = round(evaluation, 3)
     capacity = cfg.mesh.memory_gib or compiled.pop("gib_of_device", None)
@@ -77,10 +79,14 @@ def lighter(cfg: SDSATConfig, model: ModelConfig, devices: int) -> list[str]:
     optim = cfg.optim
     full = cfg.model.train == "full"
     factored = optim.optimizer == "adafactor"
-    fewest = devices // cfg.mesh.sequence  # rows, one for each group of devices
+    # Rows, one for each group of devices.
+    fewest = devices // (cfg.mesh.sequence * cfg.mesh.model)
     smaller = f"optim.batch_size={fewest} with a larger optim.accumulate"
-    parts = 2 * cfg.mesh.sequence  # of a row
-    splits = devices % (parts * cfg.mesh.fsdp) == 0 and cfg.data.seq_len % parts == 0
+    # Twice as many devices share a row.
+    parts = 2 * cfg.mesh.sequence
+    shares = 2 * cfg.mesh.model
+    divides = devices % (2 * cfg.mesh.sequence * cfg.mesh.model * cfg.mesh.fsdp) == 0
+    splits = divides and cfg.data.seq_len % parts == 0
     # Setting: whether the config could still change to it.
     possible = {
         "model.scan=true": not cfg.model.scan and model.num_layers > memory.DEEPEST,
@@ -91,7 +97,9 @@ def lighter(cfg: SDSATConfig, model: ModelConfig, devices: int) -> list[str]:
         'sdsat.loss="isolated"': cfg.sdsat.loss == "improved",
         'model.remat="attention"': not cfg.model.remat,
         "model.remat=true": cfg.model.remat is not True,
-        f"mesh.sequence={parts} with optim.batch_size={devices // parts}": splits,
+        f"mesh.sequence={parts} with optim.batch_size={fewest // 2}": splits,
+        f"mesh.model={shares} with optim.batch_size={fewest // 2}": divides
+        and can_share(model, shares),
         'optim.optimizer="adafactor"': full and not factored,
         'model.train="gated-lora"': full,
     }
@@ -128,7 +136,9 @@ def compile_here(
 ) -> dict[str, Any]:
     """What the compiler says for ``devices``, by default those of this process."""
     mesh = cfg.mesh
-    placement = make_placement(mesh.fsdp, cfg.optim.batch_size, devices, mesh.sequence)
+    placement = make_placement(
+        mesh.fsdp, cfg.optim.batch_size, devices, mesh.sequence, mesh.model
+    ).of_models(setup.model)
     about = _describe_device(devices)
 
     def compile_at(model: ModelConfig) -> Compiled:

@@ -22,7 +22,8 @@ from specjax.models.config import period
 from specjax.models.forward_pass import BLOCKWISE_FROM
 from train.engine.loop import LossFn, make_step
 from train.engine.losses import CHUNK
-from train.engine.placement import Placement, bytes_per_device
+from train.engine.placement import Placement
+from train.engine.shares import Shares
 
 GIB = 2**30
 DEEPEST = 4  # blocks; deeper models are extrapolated
@@ -114,29 +115,29 @@ def shallow(model: ModelConfig, layers: int) -> ModelConfig:
 
 
 def estimate(
-    model: ModelConfig, parts: Parts, fsdp: int, devices: int, dtype: str, remat: Remat
+    model: ModelConfig, parts: Parts, shares: Shares, devices: int, dtype: str, remat: Remat
 ) -> dict[str, int]:
     """Bytes per device by purpose; their sum is roughly what the step needs.
 
     Args:
-      fsdp: devices that share one copy of the params.
-      devices: devices that share the rows.
+      shares: how the devices share the params.
+      devices: all devices. Those along ``model`` share heads and columns, the others the rows.
       dtype: of the forward pass.
       remat: blocks are recomputed in the backward pass, so only their inputs are kept; with
         ``attention`` also the attention outputs of long sequences.
     """
     item = jnp.dtype(dtype).itemsize
-    trained = bytes_per_device(parts.trainable, fsdp)
-    state = bytes_per_device(jax.eval_shape(parts.optimizer.init, parts.trainable), fsdp)
-    frozen = bytes_per_device(parts.frozen, fsdp)
+    trained = shares.bytes_per_device(parts.trainable)
+    state = shares.bytes_per_device(jax.eval_shape(parts.optimizer.init, parts.trainable))
+    frozen = shares.bytes_per_device(parts.frozen)
     # The params in the dtype of the forward pass, beside the float32 ones.
     copied = 0 if dtype == "float32" else (trained + frozen) * item // 4
     _, rows, length = parts.batches["tokens"].shape
-    tokens = parts.sequences * rows * length // devices
-    block = tokens * _block_values(model, length) * item
+    tokens = parts.sequences * rows * length * shares.model // devices
+    block = tokens * _block_values(model, length, shares.model) * item
     inputs = tokens * model.hidden_size * item
     if remat == "attention" and length >= BLOCKWISE_FROM:
-        inputs += tokens * model.num_heads * (model.head_dim * item + 4)
+        inputs += tokens * model.num_heads // shares.model * (model.head_dim * item + 4)
     if remat:
         activations = model.num_layers * inputs + block
     else:
@@ -146,20 +147,20 @@ def estimate(
         "optimizer": state,
         "gradients": 2 * trained,  # the sum of the step, and those of a micro-batch
         "compute_copy": copied,
-        "gathered": _gathered(model) * item if fsdp > 1 else 0,
+        "gathered": _gathered(model) // shares.model * item if shares.fsdp > 1 else 0,
         "activations": activations,
-        "logits": 3 * min(CHUNK, tokens) * model.vocab_size * 4,
+        "logits": 3 * min(CHUNK, tokens) * -(-model.vocab_size // shares.model) * 4,
     }
 
 
-def evaluation(model: ModelConfig, parts: Parts, fsdp: int, dtype: str) -> int:
+def evaluation(model: ModelConfig, parts: Parts, shares: Shares, dtype: str) -> int:
     """Bytes of the device that decodes held-out prompts during training.
 
     Besides its share of the training state, it holds the whole model in the dtype of the forward
     pass, and a second time in the layout of decoding.
     """
-    state = bytes_per_device(parts.trainable, fsdp) + bytes_per_device(parts.frozen, fsdp)
-    state += bytes_per_device(jax.eval_shape(parts.optimizer.init, parts.trainable), fsdp)
+    moments = jax.eval_shape(parts.optimizer.init, parts.trainable)
+    state = shares.bytes_per_device((parts.trainable, parts.frozen, moments))
     return state + 2 * num_params(model) * jnp.dtype(dtype).itemsize
 
 
@@ -170,8 +171,8 @@ def _gathered(model: ModelConfig) -> int:
     return (num_params(model) - tables) // model.num_layers + table
 
 
-def _block_values(model: ModelConfig, keys: int) -> int:
-    """Values per token that the backward pass of one block reads.
+def _block_values(model: ModelConfig, keys: int, shares: int) -> int:
+    """Values per token that the backward pass of one block reads on one of ``shares`` devices.
 
     These are the inputs of norms and matrix products. Dense attention adds two values per key:
     the input of its softmax, and its output.
@@ -179,4 +180,4 @@ def _block_values(model: ModelConfig, keys: int) -> int:
     attention = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
     inner = model.intermediate_size * (3 if model.gated_mlp else 2)
     dense = 2 * model.num_heads * keys if keys < BLOCKWISE_FROM else 0
-    return 4 * model.hidden_size + attention + inner + dense
+    return 4 * model.hidden_size + (attention + inner + dense) // shares

@@ -25,6 +25,7 @@ from train.data.packing import Transform
 from train.data.prompts import PROMPT_TOKENS
 from train.data.tokenized import Corpus
 from train.data.tokenizer import id_count, load_tokenizer, tokenizer_file
+from train.engine.shares import require_model_axis
 from train.sdsat.insertion import (
     PROBE_EVERY,
     Insertion,
@@ -121,6 +122,7 @@ def _check(cfg: SDSATConfig, model: ModelConfig, tokenizer: Tokenizer) -> None:
     _check_model(cfg, model, tokenizer)
     _check_objective(cfg.sdsat)
     _check_split(cfg)
+    require_model_axis(model, cfg.mesh.model)
     if cfg.model.train != "full" and cfg.optim.optimizer != "adamw":
         raise InputError(
             f"optim.optimizer={cfg.optim.optimizer!r} with model.train="

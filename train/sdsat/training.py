@@ -116,6 +116,7 @@ def train(
     """
     model = setup.model
     tuning = setup.tuning
+    placement = placement.of_models(model)
     # In the host's memory: one device may be too small for the params that all of them share.
     with host_memory():
         trainable, frozen = processes.raise_everywhere(lambda: tuning.split(first_params(setup)))

@@ -21,7 +21,7 @@ from specjax._util.platform import platform
 from specjax.models.attention import splash, splash_windows
 from specjax.models.attention.dense import Causal, Isolated, MaskFn, Meta, ScoreTransform
 from specjax.models.attention.flash import block_size, find_blocks, flash_attention
-from specjax.models.sharding import axes_of, splits_tokens
+from specjax.models.sharding import axes_of, head_axis, model_devices, splits_tokens
 
 # attend(q[B,N,H,E], k[B,K,N,E], v[B,K,N,E], sinks[H]) -> [B,N,H,E]; models without sinks leave
 # them out.
@@ -42,7 +42,8 @@ def long_attention(
       groups: query heads per key head.
       rows: how a batch ``[B, N]`` is sharded over devices. Each device then runs its own rows, and
         skips the blocks that those do not see. If tokens are split as well, its queries are its
-        part of each row, and the keys are whole; the kernels for TPUs do not run then.
+        part of each row, and the keys are whole; the kernels for TPUs do not run then. If its mesh
+        splits models, a device runs its own heads.
     """
     by_kernel = platform().splash_attention and not splits_tokens(rows)
     if not by_kernel or not splash.supports(mask, transform):
@@ -55,7 +56,7 @@ def long_attention(
     def run_kernel(q, k, v, segments):
         return splash.splash_attention(q, k, v, segments, window=window, transform=transform)
 
-    run_kernel = _map_rows(run_kernel, rows)
+    run_kernel = _map_heads(run_kernel, rows, 1)
     if not isinstance(mask, Isolated):
         return lambda q, k, v: run_kernel(q, k, v, segments)
 
@@ -89,7 +90,7 @@ def _by_window_kernel(
             q, k, v, segments, tables, mask=mask, transform=transform
         )
 
-    run = _map_rows(run, rows)
+    run = _map_heads(run, rows, 2)
     return lambda q, k, v: run(q, k, v, meta["segment"], tables)
 
 
@@ -105,6 +106,9 @@ def _by_blocks(
     shape = query["position"].shape
     count = rows.shard_shape(shape)[0] if rows else shape[0]
     block = block_size(count, groups)
+    own = transform
+    if rows is not None:
+        own = transform._replace(shards=model_devices(rows))
 
     # Each device's tables get a first axis of size 1, over which they are sharded as rows are.
     def make_table(query, key):
@@ -112,31 +116,50 @@ def _by_blocks(
 
     def run(q, k, v, sinks, query, key, blocks):
         blocks = jax.tree.map(lambda x: x[0], blocks)
-        return flash_attention(
-            q, k, v, query, key, mask, blocks, sinks, transform=transform, block=block
-        )
+        return flash_attention(q, k, v, query, key, mask, blocks, sinks, transform=own, block=block)
 
     if rows is not None:
         of_queries = PartitionSpec(*rows.spec)
         of_keys = PartitionSpec(rows.spec[0])
         of_device = PartitionSpec(axes_of(rows))
+        heads = head_axis(rows)
+        own_queries, own_keys = _of_heads(rows)
         mapped = functools.partial(jax.shard_map, mesh=rows.mesh, check_vma=False)
         make_table = mapped(make_table, in_specs=(of_queries, of_keys), out_specs=of_device)
         run = mapped(
             run,
             in_specs=(
-                of_queries,
-                of_keys,
-                of_keys,
-                PartitionSpec(),
+                own_queries,
+                own_keys,
+                own_keys,
+                PartitionSpec(heads),
                 of_queries,
                 of_keys,
                 of_device,
             ),
-            out_specs=of_queries,
+            out_specs=own_queries,
         )
     blocks = make_table(query, key)
     return lambda q, k, v, sinks=None: run(q, k, v, sinks, query, key, blocks)
+
+
+def _of_heads(rows: NamedSharding) -> tuple[PartitionSpec, PartitionSpec]:
+    """The shardings of queries ``[B, N, H, E]``, and of keys and values ``[B, K, N, E]``."""
+    tokens = rows.spec[1] if splits_tokens(rows) else None
+    heads = head_axis(rows)
+    return PartitionSpec(rows.spec[0], tokens, heads), PartitionSpec(rows.spec[0], heads)
+
+
+def _map_heads(run: Callable, rows: NamedSharding | None, others: int) -> Callable:
+    """``run(q, k, v, ...)`` on each device's own rows and heads; its result is like ``q``.
+
+    ``others`` arguments follow, with rows first.
+    """
+    if rows is None:
+        return run
+    queries, keys = _of_heads(rows)
+    in_specs = (queries, keys, keys, *[PartitionSpec(rows.spec[0])] * others)
+    return jax.shard_map(run, mesh=rows.mesh, in_specs=in_specs, out_specs=queries, check_vma=False)
 
 
 def _map_rows(run: Callable, rows: NamedSharding | None) -> Callable:

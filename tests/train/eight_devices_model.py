@@ -1,0 +1,52 @@
+"""Layers that are split over eight simulated devices; test_placement.py runs this file."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from eight_devices_sequence import MODEL, B, evaluate, use_blocks
+from train.engine import shares
+from train.engine.placement import make_placement
+
+
+@pytest.fixture(autouse=True)
+def all_weights_are_split(monkeypatch):
+    monkeypatch.setattr(shares, "SMALLEST_SHARED", 32)
+
+
+@pytest.mark.parametrize(
+    ("case", "fsdp", "sequence", "model", "backend"),
+    [
+        ("lm", 2, 1, 2, "dense"),
+        ("lm", 2, 1, 4, "blockwise"),
+        ("distillation", 1, 1, 4, "dense"),
+        ("isolated", 2, 1, 2, "dense"),
+        ("improved", 2, 1, 4, "blockwise"),
+        ("isolated", 1, 2, 4, "blockwise"),
+        ("probe", 2, 1, 4, "dense"),
+        ("head", 2, 1, 4, "dense"),
+        ("head", 1, 2, 2, "blockwise"),
+    ],
+)
+def test_split_layers_give_the_loss_and_gradients_of_one_device(
+    case, fsdp, sequence, model, backend, monkeypatch
+):
+    if backend == "blockwise":
+        use_blocks(monkeypatch)
+    placement = make_placement(fsdp, B, None, sequence, model).of_models(MODEL)
+    (loss, rest), gradients = evaluate(case, placement)
+    one = make_placement(1, B, jax.devices()[:1])
+    (expected, expected_rest), expected_gradients = evaluate(case, one)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), rest, expected_rest
+    )
+
+    def compare(ours, theirs):
+        size = np.abs(theirs).max()
+        assert size > 0
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5 * size)
+
+    jax.tree.map(compare, gradients, expected_gradients)
