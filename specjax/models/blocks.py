@@ -242,9 +242,14 @@ class Decoder(nnx.Module):
         if cfg.head_bias:
             self.head_bias = nnx.Param(jnp.zeros((cfg.vocab_size,)), axes=("logits",))
 
-    def inputs(self, tokens: Int[Array, "B N"], positions: Int[Array, "B N"]):
-        """The first block's input ``[B, N, D]``."""
-        x = self.embedded(tokens)
+    def inputs(
+        self,
+        tokens: Int[Array, "B N"],
+        positions: Int[Array, "B N"],
+        rows: NamedSharding | None = None,
+    ):
+        """The first block's input ``[B, N, D]``; ``rows`` is the sharding of the tokens."""
+        x = self.embedded(tokens, rows)
         if self.cfg.embed_scale is not None:
             # Rounded to the dtype of x first, as in transformers.
             x = x * jnp.asarray(self.cfg.embed_scale, x.dtype)
@@ -252,9 +257,11 @@ class Decoder(nnx.Module):
             x = self.embed_norm(x)
         return x
 
-    def embedded(self, tokens: Int[Array, "B N"]) -> Float[Array, "B N D"]:
+    def embedded(
+        self, tokens: Int[Array, "B N"], rows: NamedSharding | None = None
+    ) -> Float[Array, "B N D"]:
         """The tokens' embeddings, not projected."""
-        return sharding.look_up(self.embed[...], tokens, self.cfg.vocab_size)
+        return sharding.look_up_split(self.embed[...], tokens, self.cfg.vocab_size, rows)
 
     def tables(self, positions: Int[Array, "B N"]) -> list[Table]:
         """Each layer's table; layers of the same kind share one."""
@@ -305,7 +312,7 @@ class Decoder(nnx.Module):
         batch's rows. Every block's input and output is constrained to it. A device then works on
         its own rows with weights gathered for one block, never on a part of each row's hidden size.
         """
-        x = constrain(self.inputs(tokens, positions), rows)
+        x = constrain(self.inputs(tokens, positions, rows), rows)
         tables = self.tables(positions)
         aux_states = None
         if aux_layers:

@@ -179,6 +179,50 @@ def look_up(
     return jax.lax.psum(jnp.where(is_local[..., None], vectors, 0), AXIS)
 
 
+def look_up_split(
+    table: Float[Array, "V D"] | ReplacedRows,
+    ids: Int[Array, "B N"],
+    count: int,
+    rows: NamedSharding | None,
+) -> Float[Array, "B N D"]:
+    """:func:`look_up` of whole arrays, of which each device computes its part (training).
+
+    Args:
+      count: V, the rows of the table.
+      rows: the sharding of ``ids``; None: on one device.
+    """
+    if isinstance(table, ReplacedRows):
+        return table.replace_vectors(ids, look_up_split(table.base, ids, count, rows))
+    if rows is None or model_devices(rows) == 1:
+        return look_up(table, ids, count)
+    own_ids = PartitionSpec(*rows.spec)
+    run = jax.shard_map(
+        lambda share, ids: look_up(share, ids, count),
+        mesh=rows.mesh,
+        in_specs=(PartitionSpec(AXIS), own_ids),
+        out_specs=own_ids,
+    )
+    return run(split_vocabulary(table, rows), ids)
+
+
+def split_vocabulary(
+    table: Float[Array, "V ..."], rows: NamedSharding | None
+) -> Float[Array, "v ..."]:
+    """A whole table, or one value per id, with each device's share of the ids on it (training).
+
+    Zeros pad it to a multiple of the devices. Without a mesh that splits models it stays as it is.
+    """
+    devices = model_devices(rows)
+    if rows is None or devices == 1:
+        return table
+    pad = -table.shape[0] % devices
+    if pad:
+        # Stored along another axis, so it has to be whole once.
+        table = constrain(table, NamedSharding(rows.mesh, PartitionSpec()))
+        table = jnp.pad(table, ((0, pad), *[(0, 0)] * (table.ndim - 1)))
+    return constrain(table, NamedSharding(rows.mesh, PartitionSpec(AXIS)))
+
+
 def _take_rows(
     table: Float[Array, "v D"] | Quantized, ids: Int[Array, "B N"]
 ) -> Float[Array, "B N D"]:

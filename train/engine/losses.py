@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from specjax.models import ModelConfig, head_matrix
 from specjax.models.attention.dense import MASKED_SCORE
-from specjax.models.sharding import AXIS, axes_of, constrain, model_devices
+from specjax.models.sharding import AXIS, axes_of, model_devices, split_vocabulary
 from train.data.packing import IGNORE
 
 CHUNK = 2048  # tokens per device whose logits exist at the same time
@@ -108,19 +108,6 @@ class OutputHead:
             return jax.lax.map(lambda row: jnp.argmax(head.logits(row), axis=-1), hidden)
 
         return on_own_rows(argmax_of_rows, self.rows, joined=True)(self, hidden)
-
-
-def split_vocabulary(table: Float[Array, "V ..."], rows: NamedSharding | None) -> Array:
-    """A table, or one value per id, with each device's share of the ids on it.
-
-    Zeros pad it to a multiple of the devices. Without a mesh that splits models it stays as it is.
-    """
-    devices = model_devices(rows)
-    if rows is None or devices == 1:
-        return table
-    pad = -table.shape[0] % devices
-    table = jnp.pad(table, ((0, pad), *[(0, 0)] * (table.ndim - 1)))
-    return constrain(table, NamedSharding(rows.mesh, PartitionSpec(AXIS)))
 
 
 def chunked_distillation(

@@ -51,9 +51,9 @@ class GPT2(Decoder):
         shape = (cfg.max_position, cfg.hidden_size)
         self.positions = make_table(shape, ("positions", "hidden"), rngs)
 
-    def inputs(self, tokens, positions):
+    def inputs(self, tokens, positions, rows=None):
         embedded_positions = look_up(self.positions[...], positions, self.cfg.max_position)
-        return self.embedded(tokens) + embedded_positions
+        return self.embedded(tokens, rows) + embedded_positions
 
 
 def from_hf(config: hf_config.Config) -> ModelConfig:

@@ -79,7 +79,7 @@ class EagleHead(Decoder):
         """As :class:`Decoder`; ``features`` are required, ``scan`` and ``aux_layers`` unused."""
         assert features is not None, "a head always reads features"
         # The embedding may be the target's, and of another dtype.
-        x = self.embedded(tokens).astype(features.dtype)
+        x = self.embedded(tokens, rows).astype(features.dtype)
         table = self.tables(positions)[0]
         attend_here = functools.partial(attend, 0)
 

@@ -51,12 +51,12 @@ class OPT(Decoder):
             self.project_in = Linear((d, e), ("hidden", "embedding"), False, cfg.shards, rngs)
             self.project_out = Linear((e, d), ("embedding", "hidden"), False, cfg.shards, rngs)
 
-    def inputs(self, tokens, positions):
-        x = self.embedded(tokens)
+    def inputs(self, tokens, positions, rows=None):
+        x = self.embedded(tokens, rows)
         if self.cfg.embed_size is not None:
             x = self.project_in(x)
-        rows = self.cfg.max_position + POSITION_OFFSET
-        return x + look_up(self.positions[...], positions + POSITION_OFFSET, rows)
+        count = self.cfg.max_position + POSITION_OFFSET
+        return x + look_up(self.positions[...], positions + POSITION_OFFSET, count)
 
     def outputs(self, x):
         x = super().outputs(x)
