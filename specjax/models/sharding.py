@@ -12,6 +12,7 @@ Axis legend: B rows, N tokens, D hidden size, V vocabulary, v a device's share o
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,9 @@ from specjax.models.config import ModelConfig
 from specjax.models.quantized import Quantized
 
 AXIS = "model"
+FSDP = "fsdp"  # of a mesh for training: devices along it have different rows, and share the params
+# Smaller arrays are not split along FSDP: to gather them costs more than a share saves.
+SMALLEST_SHARED = 1 << 12  # elements
 EXPERTS = "experts"  # the first axis of the weights of experts, each of which has one of its own
 VOCABULARY = "vocab"  # the first axis of tables: embedding and head
 RULES = {  # the mesh axis that a weight's axis is split along; None: each device has all of it
@@ -196,13 +200,36 @@ def look_up_split(
     if rows is None or model_devices(rows) == 1:
         return look_up(table, ids, count)
     own_ids = PartitionSpec(*rows.spec)
+    table = split_vocabulary(table, rows)
+    columns = fsdp_axis(table.shape, rows.mesh.shape.get(FSDP, 1), split=0)
     run = jax.shard_map(
-        lambda share, ids: look_up(share, ids, count),
+        lambda share, ids: look_up(gather_shares(share, columns), ids, count),
         mesh=rows.mesh,
-        in_specs=(PartitionSpec(AXIS), own_ids),
+        in_specs=(PartitionSpec(AXIS, FSDP if columns else None), own_ids),
         out_specs=own_ids,
     )
-    return run(split_vocabulary(table, rows), ids)
+    return run(table, ids)
+
+
+def fsdp_axis(shape: tuple[int, ...], devices: int, split: int | None = None) -> int | None:
+    """The axis of a parameter that FSDP splits: the longest one that ``devices`` divides.
+
+    It is another one than ``split``. None: the parameter is whole on each device.
+    """
+    if devices == 1 or math.prod(shape) < SMALLEST_SHARED:
+        return None
+    divisible = [i for i, size in enumerate(shape) if size % devices == 0 and i != split]
+    return max(divisible, key=lambda axis: shape[axis], default=None)
+
+
+def share_spec(axis: int | None) -> PartitionSpec:
+    """The sharding of a parameter whose ``axis`` FSDP splits; None: it is whole."""
+    return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, FSDP)
+
+
+def gather_shares(x: Array, axis: int | None) -> Array:
+    """A parameter from each device's share along FSDP; its gradient is reduced to shares."""
+    return x if axis is None else jax.lax.all_gather(x, FSDP, axis=axis, tiled=True)
 
 
 def split_vocabulary(
@@ -220,7 +247,9 @@ def split_vocabulary(
         # Stored along another axis, so it has to be whole once.
         table = constrain(table, NamedSharding(rows.mesh, PartitionSpec()))
         table = jnp.pad(table, ((0, pad), *[(0, 0)] * (table.ndim - 1)))
-    return constrain(table, NamedSharding(rows.mesh, PartitionSpec(AXIS)))
+    columns = fsdp_axis(table.shape, rows.mesh.shape.get(FSDP, 1), split=0)
+    spec = (AXIS, FSDP) if columns else (AXIS,)
+    return constrain(table, NamedSharding(rows.mesh, PartitionSpec(*spec)))
 
 
 def _take_rows(

@@ -5,15 +5,15 @@ import functools
 import jax
 import numpy as np
 import pytest
-
 from eight_devices_sequence import MODEL, B, evaluate, use_blocks
-from train.engine import shares
+
+from specjax.models import sharding
 from train.engine.placement import make_placement
 
 
 @pytest.fixture(autouse=True)
 def all_weights_are_split(monkeypatch):
-    monkeypatch.setattr(shares, "SMALLEST_SHARED", 32)
+    monkeypatch.setattr(sharding, "SMALLEST_SHARED", 32)
 
 
 @pytest.mark.parametrize(

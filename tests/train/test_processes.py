@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 
-import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -21,6 +20,7 @@ from specjax._util.processes import (
     join,
     raise_everywhere,
 )
+from specjax.models.sharding import fsdp_axis
 from support.training import (
     ROOT,
     TINY_LM,
@@ -31,7 +31,6 @@ from support.training import (
     small_tokenizer,
 )
 from train.config import SDSATConfig, from_toml
-from train.engine.placement import shared_axis
 
 COUNT, DEVICES = 2, 2  # processes, simulated devices of each
 SETTINGS = ("optim.batch_size=8", "optim.total_steps=6", "mesh.fsdp=2")
@@ -193,8 +192,9 @@ def test_a_malformed_address_is_one_line(where):
 
 
 def test_large_arrays_are_split_along_their_longest_axis_that_divides():
-    spec = jax.sharding.PartitionSpec
-    assert shared_axis((4097, 512), 8) == spec(None, "fsdp")
-    assert shared_axis((4096, 512), 8) == spec("fsdp")
-    assert shared_axis((512,), 8) == shared_axis((4097, 3), 8) == spec()
-    assert shared_axis((4096, 512), 1) == spec()
+    assert fsdp_axis((4097, 512), 8) == 1
+    assert fsdp_axis((4096, 512), 8) == 0
+    assert fsdp_axis((4096, 512), 8, split=0) == 1
+    assert fsdp_axis((512,), 8) is None
+    assert fsdp_axis((4097, 3), 8) is None
+    assert fsdp_axis((4096, 512), 1) is None

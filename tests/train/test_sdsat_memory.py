@@ -18,6 +18,7 @@ from support.training import ROOT, TINY_SDSAT, small_tokenizer
 from train.config import MeshSection, SDSATConfig, from_toml
 from train.data.tokenizer import EOS_ID
 from train.engine.placement import Placement
+from train.engine.shares import Shares
 from train.sdsat import dryrun, memory, operations
 from train.sdsat import training as sdsat
 from train.sdsat.memory import GIB
@@ -81,7 +82,7 @@ def by_hand(cfg, devices):
     setup = prepare_setup(cfg)
     parts = dryrun.step_parts(cfg, setup, setup.model)
     return memory.estimate(
-        setup.model, parts, cfg.mesh.fsdp, devices, cfg.model.compute_dtype, cfg.model.remat
+        setup.model, parts, Shares(cfg.mesh.fsdp), devices, cfg.model.compute_dtype, cfg.model.remat
     )
 
 
@@ -90,7 +91,7 @@ def test_evaluation_needs_the_state_and_two_whole_models(tmp_path, tokenizer):
     cfg = big(tmp_path / "7b", shape(*SEVEN_B), tokenizer, 8)
     setup = prepare_setup(cfg)
     parts = dryrun.step_parts(cfg, setup, setup.model)
-    size = memory.evaluation(setup.model, parts, 8, "bfloat16")
+    size = memory.evaluation(setup.model, parts, Shares(8), "bfloat16")
     np.testing.assert_allclose(size, (12 / 8 + 4) * num_params(setup.model), rtol=1e-3)
 
 

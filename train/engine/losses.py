@@ -25,7 +25,16 @@ from jaxtyping import Array, Float, Int
 
 from specjax.models import ModelConfig, head_matrix
 from specjax.models.attention.dense import MASKED_SCORE
-from specjax.models.sharding import AXIS, axes_of, model_devices, split_vocabulary
+from specjax.models.sharding import (
+    AXIS,
+    FSDP,
+    axes_of,
+    fsdp_axis,
+    gather_shares,
+    model_devices,
+    share_spec,
+    split_vocabulary,
+)
 from train.data.packing import IGNORE
 
 CHUNK = 2048  # tokens per device whose logits exist at the same time
@@ -207,25 +216,29 @@ def on_own_rows(function: Callable, rows: NamedSharding | None, joined: bool = F
     if rows is None:
         return function
     axes = axes_of(rows)
-    split = PartitionSpec(*rows.spec)
-    whole = PartitionSpec()
+    own_rows = PartitionSpec(*rows.spec)
+    # Along `model` the compiler splits what it can. It would undo that around an explicit gather,
+    # so there it also gathers the shares along `fsdp`.
+    fsdp = rows.mesh.shape[FSDP] if model_devices(rows) == 1 else 1
 
     # shard_map, so that a chunk has rows of one device only and no activation moves.
-    def on_device(shared, *arrays):
-        out = function(shared, *arrays)
-        return out if joined else jax.lax.psum(out, axes)
-
     def on_all_devices(shared, *arrays):
-        in_specs = (whole, *[split] * len(arrays))
-        out_specs = split if joined else whole
+        leaves, tree = jax.tree.flatten(shared)
+        gathered = [fsdp_axis(x.shape, fsdp) for x in leaves]
+
+        def on_device(shares, *arrays):
+            whole = map(gather_shares, shares, gathered)
+            out = function(tree.unflatten(whole), *arrays)
+            return out if joined else jax.lax.psum(out, axes)
+
         mapped = jax.shard_map(
             on_device,
             mesh=rows.mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
+            in_specs=([share_spec(axis) for axis in gathered], *[own_rows] * len(arrays)),
+            out_specs=own_rows if joined else PartitionSpec(),
             axis_names=set(rows.mesh.axis_names) - {AXIS},
         )
-        return mapped(shared, *arrays)
+        return mapped(leaves, *arrays)
 
     return on_all_devices
 

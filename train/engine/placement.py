@@ -29,9 +29,10 @@ from specjax._util.errors import InputError
 from specjax.models import ModelConfig
 from specjax.models.placement import put_whole
 from specjax.models.sharding import AXIS as MODEL
+from specjax.models.sharding import FSDP
 from train.config import MeshSection
 from train.data.packing import Batch
-from train.engine.shares import FSDP, Shares
+from train.engine.shares import Shares
 
 AXES = ("data", FSDP)
 SEQUENCE = "sequence"

@@ -17,14 +17,11 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import DictKey
 
 from specjax._util.errors import InputError, SplitError
-from specjax.models import ModelConfig
+from specjax.models import ModelConfig, sharding
 from specjax.models.adapters import DOWN, UP
 from specjax.models.forward_pass import param_axes
-from specjax.models.sharding import AXIS, RULES, VOCABULARY, split_config
+from specjax.models.sharding import AXIS, FSDP, RULES, VOCABULARY, fsdp_axis, split_config
 
-FSDP = "fsdp"
-# Smaller arrays are not split: to gather them costs more than a share saves.
-SMALLEST_SHARED = 1 << 12  # elements
 KEY_HEADS = ("k", "v", "k_norm")  # the modules of attention whose heads are those of keys
 WHOLE = "whole"  # an axis that is not split along `model`
 
@@ -68,34 +65,24 @@ class Shares:
         sizes = {FSDP: self.fsdp, AXIS: self.model}
 
         def share(x: Any, spec: PartitionSpec) -> int:
-            devices = math.prod(sizes[name] for entry in spec for name in _names(entry))
+            devices = math.prod(sizes[name] for name in spec if name)
             return math.prod(x.shape) * x.dtype.itemsize // devices
 
         return sum(jax.tree.leaves(jax.tree.map(share, tree, self.specs(tree))))
 
     def _spec(self, path: tuple, shape: tuple[int, ...]) -> PartitionSpec:
-        if math.prod(shape) < SMALLEST_SHARED:
-            return PartitionSpec()
         split = self._model_axis(path, shape)
-        sizes = list(shape)  # of one device along `model`
-        if split is not None:
-            sizes[split] //= self.model
-        spec: list[Any] = [None] * len(shape)
-        if split is not None:
-            spec[split] = AXIS
-        divisible = [axis for axis, size in enumerate(sizes) if size % self.fsdp == 0]
-        if self.fsdp > 1 and divisible:
-            # An axis that is not split yet: so a gathered weight is a device's share along `model`.
-            longest = max(divisible, key=lambda axis: (axis != split, sizes[axis]))
-            spec[longest] = (AXIS, FSDP) if longest == split else FSDP
-        while spec and spec[-1] is None:
-            spec.pop()
-        return PartitionSpec(*spec)
+        shared = fsdp_axis(shape, self.fsdp, split)
+        mesh_axes = {split: AXIS, shared: FSDP}
+        last = max((axis for axis in mesh_axes if axis is not None), default=-1)
+        return PartitionSpec(*[mesh_axes.get(axis) for axis in range(last + 1)])
 
     def _model_axis(self, path: tuple, shape: tuple[int, ...]) -> int | None:
         """The axis of a parameter that ``model`` splits; None: none."""
+        if self.model == 1 or math.prod(shape) < sharding.SMALLEST_SHARED:
+            return None
         names = self._axes_of(tuple(str(key.key) for key in path if isinstance(key, DictKey)))
-        if self.model == 1 or len(names) != len(shape):  # a factored moment has other axes
+        if len(names) != len(shape):  # a factored moment has other axes
             return None
         for axis, (name, size) in enumerate(zip(names, shape, strict=True)):
             if RULES.get(name) == AXIS and size % self.model == 0:
@@ -152,10 +139,3 @@ def _axes_by_path(model: ModelConfig, devices: int) -> dict[Path, tuple[str, ...
             found[(*keys[:-1], UP)] = (axes[0], WHOLE)
             found[(*keys[:-1], DOWN)] = (WHOLE, axes[1])
     return found
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    """The mesh axes of an entry of a partition spec."""
-    if entry is None:
-        return ()
-    return entry if isinstance(entry, tuple) else (entry,)
