@@ -88,12 +88,8 @@ def code() -> list[Document]:
 
 def save_checkpoint(directory: Path, tokenizer: Tokenizer, **other: Any) -> Path:
     """A random model's Hugging Face directory, by default of one layer, of width 16."""
-    cfg = ModelConfig.llama(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=16,
-        num_heads=2,
-        intermediate_size=24,
-        **{"num_layers": 1, "eos_ids": (EOS_ID,), "max_position": 128} | other,
-    )
+    sizes = {"hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "num_layers": 1}
+    rest = {"eos_ids": (EOS_ID,), "max_position": 128}
+    cfg = ModelConfig.llama(**{"vocab_size": tokenizer.get_vocab_size()} | sizes | rest | other)
     save_pretrained(directory, cfg, init_params(cfg, jax.random.key(1)), tokenizer.to_str())
     return directory

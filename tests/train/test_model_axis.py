@@ -1,19 +1,14 @@
 """``mesh.model``: layers that are split over devices train as one device does."""
 
-import functools
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from specjax.models import ModelConfig, load_pretrained
-from specjax.models.sharding import AXIS
 from support.training import (
     ROOT,
     TINY_LM,
@@ -24,7 +19,6 @@ from support.training import (
     save_checkpoint,
     small_tokenizer,
 )
-from train.engine.shares import Shares
 from train.head.__main__ import main as train_head
 from train.lm.__main__ import main as train_lm
 from train.sdsat.__main__ import main as train_sdsat
