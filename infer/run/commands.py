@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from infer import cli
 from infer.run import demo
 from infer.sampling_options import add_settings
-from specjax._util.program import Parser, run
+from specjax._util.program import BY_CLUSTER, Parser, run
 
 # Memory of one device in GiB (vendors' data sheets).
 DEVICE_GIB = {
@@ -213,7 +213,8 @@ def _add_output(group: _ArgumentGroup) -> None:
         type=cli.place,
         metavar=cli.Place.FORM,
         help="run as process INDEX of COUNT, with process 0 reachable at HOST:PORT. The processes "
-        "share the prompts, or one model with --mesh model=N, and write one --out",
+        "share the prompts, or one model with --mesh model=N, and write one --out. "
+        "cluster: take all three from the cluster manager; for one model only",
     )
     group.add_argument(
         "--meeting-timeout",
@@ -257,9 +258,12 @@ def _divide_work(args: argparse.Namespace, commands: Parser) -> None:
     model spans the devices of all processes. ``--mesh`` counts the devices of all processes.
     """
     place = args.distributed
-    mesh = args.mesh or {"data": place.count, "model": 1}
     if not args.out or not (args.prompts or args.task):
         commands.error("--distributed splits --prompts or --task, and needs --out: one file of all")
+    if place == BY_CLUSTER:
+        _span_cluster(args, commands)
+        return
+    mesh = args.mesh or {"data": place.count, "model": 1}
 
     if mesh["data"] % place.count == 0:
         args.split = place
@@ -273,3 +277,18 @@ def _divide_work(args: argparse.Namespace, commands: Parser) -> None:
             f"must be a multiple of {place.count}, so that each decodes its own prompts, or 1 with "
             "model a multiple of it, so that one model spans all"
         )
+
+
+def _span_cluster(args: argparse.Namespace, commands: Parser) -> None:
+    """``--distributed cluster``: how many processes there are is known when they have joined.
+
+    Processes that split prompts do not join, so they have to be told.
+    """
+    mesh = args.mesh or {"data": 1, "model": 1}
+    if mesh["data"] > 1 or mesh["model"] == 1:
+        commands.error(
+            f"--distributed {BY_CLUSTER} is for one model that spans all processes, with --mesh "
+            "model=N: to split the prompts, give HOST:PORT,COUNT,INDEX with the manager's own "
+            "variables, under SLURM HOST:1,$SLURM_NTASKS,$SLURM_PROCID"
+        )
+    args.span = BY_CLUSTER

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from specjax._util.checks import INT32_MAX, SEED_MAX
-from specjax._util.program import Parser, Place, name_or_path
+from specjax._util.program import BY_CLUSTER, Parser, Place, name_or_path
 
 MAX_ROWS = 2**16  # samples of a prompt, or rows of a batch: all their random keys are in memory
 MESH_AXES = ("data", "model")
@@ -166,7 +166,12 @@ def mesh_axes(text: str) -> dict[str, int]:
     return counts
 
 
-place = checked(Place.parse, f"{Place.FORM}, INDEX from 0 to COUNT - 1")
+def _place(text: str) -> Place | str:
+    """:meth:`Place.parse`, or :data:`BY_CLUSTER`."""
+    return text if text == BY_CLUSTER else Place.parse(text)
+
+
+place = checked(_place, f"{Place.FORM}, INDEX from 0 to COUNT - 1, or {BY_CLUSTER}")
 
 
 def setting(pair: str) -> tuple[str, str]:

@@ -24,10 +24,9 @@ from jax.experimental import multihost_utils
 from specjax._util import peers
 from specjax._util.errors import InputError
 from specjax._util.meeting import Meeting
-from specjax._util.program import BAD_INPUT, FAILED, Place, say
+from specjax._util.program import BAD_INPUT, BY_CLUSTER, FAILED, Place, say
 
 T = TypeVar("T")
-BY_CLUSTER = "cluster"  # SLURM, Open MPI, Kubernetes and TPU pods tell each process its place
 MEETING_SECONDS = 300.0  # that processes wait for each other by default
 SILENT_SECONDS = 3.0  # before a waiting process says so
 _MESSAGE_BYTES = 512  # of an error that is sent to the other processes

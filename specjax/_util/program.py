@@ -35,6 +35,7 @@ FAILED = 1
 BAD_INPUT = 2
 INTERRUPTED = 130
 TERMINATED = 143  # by SIGTERM, as a shell reports it
+BY_CLUSTER = "cluster"  # SLURM, Open MPI, Kubernetes and TPU pods tell each process its place
 
 
 @dataclasses.dataclass(frozen=True)

@@ -526,6 +526,39 @@ def test_a_mesh_counts_the_devices_of_all_processes(mesh, role, own):
     assert vars(args)[{"split": "span", "span": "split"}[role]] is None
 
 
+def test_a_cluster_manager_names_the_processes_of_one_model():
+    commands = program.parser()
+    argv = ["--prompts", "x", "--out", "y", "--distributed", "cluster", "--mesh", "model=8"]
+    args = commands.parse_args(argv)
+    program.check(args, commands)
+    assert (args.split, args.span, args.mesh) == (None, "cluster", {"data": 1, "model": 8})
+
+
+@pytest.mark.slow
+@pytest.mark.sweep
+def test_a_model_spans_the_processes_of_a_cluster(pair, job_file, tmp_path, capsys):
+    """The variables are those that SLURM gives each task."""
+    job = [*pair, "--prompts", job_file, "--temperature", "0.7", "--out"]
+    assert run(capsys, *job, tmp_path / "whole")[0] == 0
+    job += [tmp_path / "out", "--mesh", "model=4", "--distributed", "cluster"]
+    of_job = {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
+    of_job["JAX_COORDINATOR_PORT"] = str(free_port())
+    of_job["XLA_FLAGS"] = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-m", "infer.run", *job],
+            env=os.environ | of_job | {"SLURM_PROCID": str(index), "SLURM_LOCALID": str(index)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    for code, err in ended(both):
+        assert code == 0, err
+    assert answers(tmp_path / "out") == answers(tmp_path / "whole")
+
+
 @pytest.mark.parametrize(
     ("of_jax", "of_specjax", "used"),
     [("jax", None, "jax"), ("jax", "own", "own"), (None, "own", "own")],
@@ -739,6 +772,10 @@ BAD = {
     "no meeting point": (["--distributed", "localhost,2,0"], "HOST:PORT,COUNT,INDEX"),
     "no such process": (["--distributed", "localhost:1,2,2"], "INDEX from 0 to COUNT - 1"),
     "no process at all": (["--distributed", "localhost:1,0,0"], "localhost:1,0,0"),
+    "a cluster's prompts": (
+        ["--prompts", "x", "--out", "x", "--distributed", "cluster"],
+        "HOST:1,$SLURM_NTASKS,$SLURM_PROCID",
+    ),
     "processes without a file": (["--prompts", "x", "--distributed", "h:1,2,0"], "needs --out"),
     "processes of one prompt": (["--out", "x", "--distributed", "h:1,2,0"], "--prompts"),
     "rows that processes cannot share": (
