@@ -651,6 +651,7 @@ SETTINGS = {  # key → values that must be refused
 }
 TUNED = {
     "sdsat.window sdsat.decode_tokens model.lora_rank mesh.fsdp": ("0", "-1", str(2**63), "1e9"),
+    "mesh.model": ("0", "-1", str(2**63), "1e9"),
     "sdsat.ids": ("[-1]", "[true]", "[1.5]", f"[{2**63}]", '["x"]', "5"),
     "sdsat.mix sdsat.fim_rate sdsat.start_rate": ("-1", "2", "nan", '"x"'),
     "sdsat.window": (str(10**6),),

@@ -12,6 +12,7 @@ from train.lm.__main__ import main as program
 from train.sdsat.__main__ import main as train_sdsat
 
 HERE = Path(__file__).parent
+EIGHT = ("mesh.devices=8", "optim.batch_size=8")
 CASES = (HERE / "eight_devices_steps.py", HERE / "eight_devices_sequence.py")
 
 
@@ -30,6 +31,8 @@ def test_steps_on_eight_devices():
         (("mesh.sequence=3",), "data.seq_len=64 does not divide among mesh.sequence=3 devices"),
         (("mesh.sequence=2",), "mesh.fsdp=1 times mesh.sequence=2 does not divide the 1 devices"),
         (("mesh.sequence=0",), "mesh.sequence=0: expected a whole number"),
+        (("mesh.model=0",), "mesh.model=0: expected a whole number"),
+        (("mesh.model=2",), "mesh.fsdp=1 times mesh.model=2 does not divide the 1 devices"),
     ],
 )
 def test_rows_that_cannot_be_split_are_refused_by_name(tmp_path, capsys, settings, says):
@@ -37,6 +40,22 @@ def test_rows_that_cannot_be_split_are_refused_by_name(tmp_path, capsys, setting
     assert program(argv) == 2
     assert says in capsys.readouterr().err
     assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (("model.num_heads=4", "mesh.model=8"), "mesh.model=8: num_heads=4 cannot be split over"),
+        (("model.intermediate_size=66", "mesh.model=4"), "num_heads=2 cannot be split over"),
+        (("model.intermediate_size=63", "mesh.model=2"), "intermediate_size=63 cannot be split"),
+        (("mesh.model=2", "optim.batch_size=6"), "rows do not divide among 4 groups of 2 devices"),
+    ],
+)
+def test_layers_that_cannot_be_split_are_one_line(tmp_path, capsys, settings, says):
+    argv = [TINY_LM, *overrides(f"run.dir={tmp_path / 'run'}", *EIGHT, *settings)]
+    assert program([*argv, "--dry-run"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert says in line
 
 
 def test_appended_tokens_that_cannot_be_split_are_refused(tmp_path, capsys):

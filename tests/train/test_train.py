@@ -472,6 +472,10 @@ def test_the_dry_run_counts_what_each_device_holds(tmp_path, capsys):
     whole, shared = (plan["state_megabytes_per_device"] for plan in plans)
     assert whole == plans[0]["state_megabytes"] and plans[0]["devices"] == 8
     assert shared == pytest.approx(whole / 4, rel=0.05)  # norms are not shared
+    split = overrides("mesh.fsdp=2", "mesh.model=2")
+    assert program(*argv, *split, "--dry-run", "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["state_megabytes_per_device"] == pytest.approx(shared, rel=0.05)
 
     assert program(*argv, *overrides("optim.batch_size=6"), "--dry-run") == 2
     assert "optim.batch_size=6 rows do not divide among 8 devices" in one_error_line(capsys)
