@@ -309,10 +309,11 @@ class Decoder(nnx.Module):
         """The hidden states, and the inputs of the P ``aux_layers``; None if there are none.
 
         ``features`` are what a draft head reads beside its tokens. ``rows`` is the sharding of the
-        batch's rows. Every block's input and output is constrained to it. A device then works on
-        its own rows with weights gathered for one block, never on a part of each row's hidden size.
+        batch's rows, to which every block is constrained. A device then works on its own rows with
+        weights gathered for one block, never on a part of each row's hidden size.
         """
-        x = constrain(self.inputs(tokens, positions, rows), rows)
+        x = self.inputs(tokens, positions, rows)
+        x = constrain(x, sharding.between_blocks(rows, tokens.shape[1]))
         tables = self.tables(positions)
         aux_states = None
         if aux_layers:
@@ -331,7 +332,7 @@ class Decoder(nnx.Module):
             if remat:
                 run = nnx.remat(run, policy=_remat_policy(remat))
             x = run(self.layers[str(i)], x)
-        return self.outputs(x), aux_states
+        return constrain(self.outputs(x), rows), aux_states
 
     def _scan(
         self,
@@ -408,7 +409,12 @@ def _remat_policy(remat: Remat) -> Callable | None:
 
 def _block_runner(table: Table, attend: Callable, rows: NamedSharding | None) -> Callable:
     """``run(block, x)``. It closes over the table and ``attend``, so remat traces neither."""
-    return lambda block, x: constrain(block(constrain(x, rows), table, attend), rows)
+
+    def run(block: nnx.Module, x: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
+        out = block(constrain(x, rows), table, attend)
+        return constrain(out, sharding.between_blocks(rows, x.shape[1]))
+
+    return run
 
 
 def _record_aux(

@@ -141,6 +141,22 @@ def split_by_heads(
     return constrain(x, NamedSharding(rows.mesh, PartitionSpec(*spec)))
 
 
+def between_blocks(rows: NamedSharding | None, tokens: int) -> NamedSharding | None:
+    """The sharding of ``[B, N, D]`` between two blocks: devices of a model share the tokens, too.
+
+    Each would store the same otherwise, for the backward pass. The sum after a block then gives
+    each device its tokens alone, and the next one gathers them: it exchanges no more (sequence
+    parallelism, Korthikanti et al. 2022, arXiv 2205.05198, §4.2.2).
+    """
+    devices = model_devices(rows)
+    if rows is None or devices == 1:
+        return rows
+    own = rows.spec[1] if splits_tokens(rows) else None
+    if tokens % (devices * (rows.mesh.shape[own] if own else 1)):
+        return rows
+    return NamedSharding(rows.mesh, PartitionSpec(rows.spec[0], (own, AXIS) if own else AXIS))
+
+
 def axes_of(rows: NamedSharding) -> tuple[str, ...]:
     """The mesh axes that a batch is split over."""
     names: list[str] = []

@@ -135,7 +135,7 @@ def estimate(
     _, rows, length = parts.batches["tokens"].shape
     tokens = parts.sequences * rows * length * shares.model // devices
     block = tokens * _block_values(model, length, shares.model) * item
-    inputs = tokens * model.hidden_size * item
+    inputs = tokens // shares.model * model.hidden_size * item
     if remat == "attention" and length >= BLOCKWISE_FROM:
         inputs += tokens * model.num_heads // shares.model * (model.head_dim * item + 4)
     if remat:
