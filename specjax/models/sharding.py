@@ -144,9 +144,10 @@ def split_by_heads(
 def between_blocks(rows: NamedSharding | None, tokens: int) -> NamedSharding | None:
     """The sharding of ``[B, N, D]`` between two blocks: devices of a model share the tokens, too.
 
-    Each would store the same otherwise, for the backward pass. The sum after a block then gives
-    each device its tokens alone, and the next one gathers them: it exchanges no more (sequence
-    parallelism, Korthikanti et al. 2022, arXiv 2205.05198, §4.2.2).
+    Otherwise each would store the same for the backward pass. A block gathers its tokens, and its
+    last sum gives each device its own alone (sequence parallelism, Korthikanti et al. 2022, arXiv
+    2205.05198, §4.2.2). Within a block, norms and residuals are still on all of them. Tokens that
+    do not divide stay whole.
     """
     devices = model_devices(rows)
     if rows is None or devices == 1:

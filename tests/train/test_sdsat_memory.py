@@ -235,11 +235,12 @@ def test_a_row_that_devices_share_takes_less_of_each(tmp_path, tokenizer):
         return dryrun.needed_memory(cfg, prepare_setup(cfg))
 
     one = needs()
-    two = needs("mesh.devices=2", "mesh.sequence=2")
-    assert (one["devices"], two["devices"]) == (1, 2)
-    for table in ("gib_compiled", "gib_by_hand"):
-        taken = [x["total"] if table == "gib_by_hand" else x for x in (one[table], two[table])]
-        assert taken[1] < 0.8 * taken[0], table
+    for axis in ("sequence", "model"):
+        two = needs("mesh.devices=2", f"mesh.{axis}=2")
+        assert (one["devices"], two["devices"]) == (1, 2)
+        for table in ("gib_compiled", "gib_by_hand"):
+            taken = [x["total"] if table == "gib_by_hand" else x for x in (one[table], two[table])]
+            assert taken[1] < 0.8 * taken[0], (axis, table)
 
 
 @pytest.mark.slow
