@@ -35,7 +35,15 @@ def test_split_layers_give_the_loss_and_gradients_of_one_device(
 ):
     if backend == "blockwise":
         use_blocks(monkeypatch)
-    placement = make_placement(fsdp, B, None, sequence, model).of_models(MODEL)
+    require_the_same(case, make_placement(fsdp, B, None, sequence, model).of_models(MODEL))
+
+
+def test_all_devices_may_share_every_row():
+    require_the_same("isolated", make_placement(1, B, jax.devices()[:4], 1, 4).of_models(MODEL))
+
+
+def require_the_same(case, placement):
+    """Loss, what is logged and gradients of a placement are those of one device."""
     (loss, rest), gradients = evaluate(case, placement)
     one = make_placement(1, B, jax.devices()[:1])
     (expected, expected_rest), expected_gradients = evaluate(case, one)

@@ -213,8 +213,8 @@ def on_own_rows(function: Callable, rows: NamedSharding | None, joined: bool = F
     Its other arguments are ``[B, T, ...]``. The results are summed over devices, or with ``joined``
     put together as ``[B, T]``. Devices that share a model run it together, on the same tokens.
     """
-    if rows is None:
-        return function
+    if rows is None or rows.mesh.size == model_devices(rows):
+        return function  # all rows are on one device, or shared by all
     axes = axes_of(rows)
     own_rows = PartitionSpec(*rows.spec)
     # Along `model` the compiler splits what it can. It would undo that around an explicit gather,
