@@ -411,7 +411,9 @@ def _block_runner(table: Table, attend: Callable, rows: NamedSharding | None) ->
     """``run(block, x)``. It closes over the table and ``attend``, so remat traces neither."""
 
     def run(block: nnx.Module, x: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
-        out = block(constrain(x, rows), table, attend)
+        # The second constraint keeps the third out of the block: there, devices of a model have the
+        # same tokens and different columns.
+        out = constrain(block(constrain(x, rows), table, attend), rows)
         return constrain(out, sharding.between_blocks(rows, x.shape[1]))
 
     return run

@@ -1,14 +1,17 @@
 """Layers that are split over eight simulated devices; test_placement.py runs this file."""
 
+import dataclasses
 import functools
+import re
 
 import jax
 import numpy as np
 import pytest
-from eight_devices_sequence import MODEL, B, evaluate, use_blocks
+from eight_devices_sequence import MODEL, B, batch_of, evaluate, use_blocks
 
-from specjax.models import sharding
+from specjax.models import init_params, sharding
 from train.engine.placement import make_placement
+from train.lm.losses import data_loss
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +43,23 @@ def test_split_layers_give_the_loss_and_gradients_of_one_device(
 
 def test_all_devices_may_share_every_row():
     require_the_same("isolated", make_placement(1, B, jax.devices()[:4], 1, 4).of_models(MODEL))
+
+
+def test_a_device_gathers_and_multiplies_its_part_of_a_layer_alone():
+    columns, vocabulary = 40, 144  # numbers that no row or token has
+    cfg = dataclasses.replace(MODEL, vocab_size=vocabulary, intermediate_size=columns)
+    placement = make_placement(2, B, None, 1, 2).of_models(cfg)
+    params = placement.place_state(init_params(cfg, jax.random.key(0)))
+    loss = data_loss(cfg, rows=placement.row_sharding(0))
+    rows = placement.place_rows(batch_of(), 0)
+    step = jax.jit(jax.grad(lambda *arguments: loss(*arguments)[0]))
+    text = step.lower(params, {}, rows).compile().as_text()
+    products = re.findall(r"= f32\[([\d,]+)\]\S* dot\(", text)
+    gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text)
+    for shapes in (products, gathered):
+        sizes = {int(size) for shape in shapes for size in shape.split(",")}
+        assert {columns // 2, vocabulary // 2} <= sizes
+        assert not {columns, vocabulary} & sizes
 
 
 def require_the_same(case, placement):

@@ -82,6 +82,21 @@ def run(start, case, directory, fsdp, model):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "taken",
+    ["isolated-2 or its_part", pytest.param("test", marks=pytest.mark.sweep)],
+)
+def test_losses_and_gradients_on_eight_devices(taken):
+    devices = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    command = [sys.executable, "-m", "pytest", HERE / "eight_devices_model.py", "-p", "no:xdist"]
+    done = subprocess.run(
+        [*command, "-rf", "-k", taken], env=devices, capture_output=True, text=True, cwd=HERE
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert ("11 passed" if taken == "test" else "2 passed") in done.stdout
+
+
 EVERY = [(case, fsdp, model) for case in CASES for fsdp, model in ((8, 1), (4, 2), (2, 4), (1, 4))]
 TAKEN = [("lm", 2, 2)]
 
