@@ -6,6 +6,7 @@ import argparse
 import os
 
 from infer import gguf_directory, padding_heads, quantizing, unpickle
+from specjax._util.errors import InputError
 from specjax.models.gguf.header import ENDING
 from specjax.models.gguf.packages import PACKAGES
 
@@ -17,6 +18,10 @@ def convert(args: argparse.Namespace) -> int:
       SpecjaxError: as the ``convert`` of the module that does it.
     """
     if os.fspath(args.directory) in PACKAGES or args.directory.suffix == ENDING:
+        if args.heads:
+            raise InputError(
+                f"{args.directory}: --heads takes a directory: make one of the GGUF file first"
+            )
         return gguf_directory.convert(args)
     if args.heads:
         return padding_heads.convert(args)
