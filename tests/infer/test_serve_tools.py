@@ -262,6 +262,28 @@ def test_special_tokens_begin_calls(calling):
     assert none.message.tool_calls is None and none.message.content.startswith("Go: [{")
 
 
+def test_a_call_in_a_channel_ends_an_answer_of_gpt_oss():
+    """``<|call|>`` is an end of sequence there, and its arguments are whole without it."""
+    special = ("<s>", "<|call|>", "<go>", "<|channel|>", "<|constrain|>", "<|message|>")
+    pieces = ("comm", "entary", "▁to=functions.", "move", "▁", "json", '{"way":', '▁"up"}')
+    tokenizer = strip_tokenizer(*pieces, special=special)
+    tokenizer._chat_template = tokenizer._tool_template = (
+        "{% if tools %}<|channel|>{% endif %}{{ messages[0].content }}<go>"
+    )
+    begin = "<go>", "<|channel|>", *pieces[:5], "<|constrain|>", "json", "<|message|>"
+    ids = ids_of(tokenizer, *begin, *pieces[6:])
+    with serving(writer(tokenizer, ids, 1), None, "--max-output", "40") as running:
+        client = openai_client(running)
+        asked = {"model": "tiny", "messages": [USER], "tools": TOOLS, "temperature": 0}
+        (choice,) = client.chat.completions.create(**asked).choices
+        with client.chat.completions.stream(**asked) as events:
+            (streamed,) = events.get_final_completion().choices
+    for one in (choice, streamed):
+        (call,) = one.message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("move", '{"way": "up"}')
+        assert (one.finish_reason, one.message.content or None) == ("tool_calls", None)
+
+
 def test_a_model_without_tools_says_so(tiny_pair_dirs, tmp_path):
     with serving(*served_models(tiny_pair_dirs, tmp_path / "target"), *LIMITS) as running:
         status, answer, _ = running.ask("POST", "/v1/chat/completions", ASKED | {"tools": TOOLS})

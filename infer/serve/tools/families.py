@@ -3,6 +3,8 @@
 Calls in a text look like this, each part as the model was trained to write it::
 
     marker before head arguments tail between head arguments tail end
+
+Arguments are an object of JSON, or a list of ``key value value_end`` where a family has keys.
 """
 
 from __future__ import annotations
@@ -35,6 +37,9 @@ class ToolFamily:
       head, tail: around the arguments of a call; ``NAME`` stands for the function's name.
       tokens: the parts that may be special tokens.
       bare: calls may begin a text without the marker.
+      key, value_end: around the value of one argument; ``KEY`` stands for its name. Values that
+        are texts have no quotes. Empty: arguments are JSON.
+      channels: every text of the answer is a message in a channel, and so is a call.
       new_id: makes the id of a call.
     """
 
@@ -46,6 +51,9 @@ class ToolFamily:
     end: str
     tokens: tuple[str, ...]
     bare: bool = False
+    key: str = ""
+    value_end: str = ""
+    channels: bool = False
     new_id: Callable[[], str] = _call_id
 
     @property
@@ -98,12 +106,56 @@ FAMILIES = {
         tokens=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
         new_id=_short_id,
     ),
+    # Qwen3-Coder and Qwen 3.5.
+    "qwen3_coder": ToolFamily(
+        marker="<tool_call>",
+        before="\n",
+        head="<function=NAME>\n",
+        tail="</function>",
+        between="\n</tool_call>\n<tool_call>\n",
+        end="\n</tool_call>",
+        tokens=("<tool_call>", "</tool_call>"),
+        key="<parameter=KEY>\n",
+        value_end="\n</parameter>\n",
+    ),
+    # GLM since 4.5.
+    "glm45": ToolFamily(
+        marker="<tool_call>",
+        before="",
+        head="NAME\n",
+        tail="",
+        between="</tool_call>\n<tool_call>",
+        end="</tool_call>",
+        tokens=(
+            *("<tool_call>", "</tool_call>"),
+            *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        ),
+        key="<arg_key>KEY</arg_key>\n<arg_value>",
+        value_end="</arg_value>\n",
+    ),
+    # gpt-oss: OpenAI's Harmony. A call ends the answer, for <|call|> is an end of sequence.
+    "openai": ToolFamily(
+        marker="<|channel|>commentary to=functions.",
+        before="",
+        head="NAME <|constrain|>json<|message|>",
+        tail="",
+        between="",
+        end="",
+        tokens=(
+            *("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"),
+            *("<|end|>", "<|call|>", "<|return|>"),
+        ),
+        channels=True,
+    ),
 }
 # What a template says in which a family writes calls, in the order of trial.
 SIGNS = (
     ("mistral_args", r"\[ARGS\]"),
     ("mistral", r"\[TOOL_CALLS\]"),
-    ("hermes", r"<tool_call>(?![\s\S]*(<function=|<arg_key>))"),  # neither XML nor GLM's pairs
+    ("openai", r"<\|channel\|>"),
+    ("qwen3_coder", r"<tool_call>[\s\S]*<function="),
+    ("glm45", r"<tool_call>[\s\S]*<arg_key>"),
+    ("hermes", r"<tool_call>"),
     ("llama3_json", r'<\|python_tag\|>|"parameters":'),
 )
 

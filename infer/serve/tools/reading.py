@@ -7,11 +7,25 @@ from collections.abc import Sequence
 import numpy as np
 
 from infer.serve.schemas import ChatBody
+from infer.serve.tools.channel_calls import ChannelCalls
 from infer.serve.tools.families import ToolFamily
-from infer.serve.tools.parser import Object, ToolCalls
+from infer.serve.tools.json_calls import JsonCalls
+from infer.serve.tools.reader import CallReader, Object, Schemas
+from infer.serve.tools.tag_calls import TagCalls
 from specjax.runtime.output import Piece
 from specjax.text.incremental_decoder import IncrementalDecoder
 from specjax.text.tokenizer import Tokenizer
+
+
+def call_reader(
+    family: ToolFamily, most: int | None = None, schemas: Schemas | None = None
+) -> CallReader:
+    """The reader of a family's form."""
+    if family.channels:
+        return ChannelCalls(family, most, schemas)
+    if family.key:
+        return TagCalls(family, most, schemas)
+    return JsonCalls(family, most, schemas)
 
 
 class AnswerReader:
@@ -21,7 +35,10 @@ class AnswerReader:
         self, tokenizer: Tokenizer, family: ToolFamily, prompt: np.ndarray, body: ChatBody
     ):
         self._text = MarkedText(tokenizer, family, prompt.tolist())
-        self._calls = ToolCalls(family, 1 if body.parallel_tool_calls is False else None)
+        most = 1 if body.parallel_tool_calls is False else None
+        functions = [tool.function for tool in body.offered_tools]
+        schemas = {function.name: function.parameters for function in functions}
+        self._calls = call_reader(family, most, schemas)
 
     @property
     def has_calls(self) -> bool:
@@ -32,11 +49,14 @@ class AnswerReader:
         return self._calls.push(self._text.add(piece), last=piece.finish_reason is not None)
 
     def message(self) -> Object:
-        """``content`` and ``tool_calls`` of the whole message."""
+        """``content``, ``tool_calls`` and ``reasoning_content`` of the whole message."""
         calls = self._calls
-        if not calls.calls:
-            return {"content": calls.content}
-        return {"content": calls.content or None, "tool_calls": calls.calls}
+        message: Object = {"content": calls.content}
+        if calls.calls:
+            message = {"content": calls.content or None, "tool_calls": calls.calls}
+        if calls.reasoning:
+            message["reasoning_content"] = calls.reasoning
+        return message
 
 
 class MarkedText:
