@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from specjax.core import probs, tree
+from specjax.core.grammar_tables import states_after
 from specjax.core.path_logits import count_new
 from specjax.core.types import (
     FROM_DRAFT,
@@ -71,6 +72,7 @@ def finish_round(
         length=state.length + emitted,
         finish=finish,
         counts=count_new(state.counts, verdict.tokens, emitted),
+        grammar_state=states_after(inputs, state, verdict.tokens, emitted),
         stats=count_round(state, emitted, cost, outcome),
     )
 

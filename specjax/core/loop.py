@@ -277,6 +277,19 @@ def _adding_counts():
     return program(lambda inputs, state: state.replace(counts=begin_counts(inputs, state)))
 
 
+def with_grammar_states(inputs: Inputs, state: DecodeState) -> DecodeState:
+    """The state with every row at the beginning of its grammar."""
+    return _adding_grammar_states()(inputs, state)
+
+
+@functools.cache
+def _adding_grammar_states():
+    def add(_: Inputs, state: DecodeState) -> DecodeState:
+        return state.replace(grammar_state=jnp.zeros_like(state.length))
+
+    return program(add)
+
+
 def _prefill_chunk(
     method: Method, chunk: int, inputs: Inputs, state: DecodeState, first
 ) -> DecodeState:

@@ -139,6 +139,9 @@ def net_specs(net: Net | None) -> Any:
 def input_specs(inputs: Inputs) -> Inputs:
     """The partition specs of ``inputs``."""
     reward = inputs.reward
+    grammars = inputs.grammars
+    if grammars is not None:
+        grammars = jax.tree.map(lambda _: WHOLE, grammars).replace(grammar=ROWS, first=ROWS)
     return inputs.replace(
         target=net_specs(inputs.target),
         draft=net_specs(inputs.draft),
@@ -146,6 +149,7 @@ def input_specs(inputs: Inputs) -> Inputs:
         eos_ids=WHOLE,
         settings=WHOLE,
         reward=reward._replace(shared=WHOLE, own=ROWS) if reward else WHOLE,
+        grammars=grammars,
     )
 
 

@@ -21,6 +21,7 @@ from specjax._util.arguments import DRAFTER, RULE, TARGET_DIST, validate_fields
 from specjax._util.errors import OptionError, PairError
 from specjax.core import probs
 from specjax.core.commit import Cost, DraftOutcome, draft_depth, finish_round, path_logprobs
+from specjax.core.grammar_tables import under_grammars
 from specjax.core.protocols import (
     Drafter,
     Method,
@@ -105,6 +106,7 @@ class DraftVerify(Method):
         self, inputs: Inputs, state: DecodeState, keys: Key[Array, "B"], proposal: Proposal
     ) -> DecodeState:
         """The round from its draft on: verified, committed, counted."""
+        proposal = proposal._replace(draft=under_grammars(inputs, state, proposal.draft))
         verified = self._verify(inputs, state, keys, proposal.draft)
         draft = proposal.draft.replace(aux_states=verified.aux_states)
         verdict = verified.verdict

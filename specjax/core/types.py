@@ -2,7 +2,8 @@
 
 Axis legend: B rows, N draft nodes (node 0 is the root), P probe nodes, M rows of draft
 distributions, D draft depth, γ draft length, S cache positions, V vocabulary, L auxiliary layers,
-W words of 32 bits, E end-of-sequence ids. In ``aux_states`` D is the size of a hidden state.
+W words of 32 bits, E end-of-sequence ids, G grammars, Q states of
+all grammars, C classes of tokens. In ``aux_states`` D is the size of a hidden state.
 """
 
 from __future__ import annotations
@@ -199,6 +200,8 @@ class DecodeState(struct.PyTreeNode):
     method_state: Any  # of the method itself; () if it keeps nothing
     stats: Stats
     counts: TokenCounts | None = None  # None: no row has settings that need them
+    # Of each row's grammar, counted from its beginning; None: no row has had one that is a table.
+    grammar_state: Int[Array, "B"] | None = None
 
     @property
     def done(self) -> Bool[Array, "B"]:
@@ -244,6 +247,21 @@ class PathSettings(struct.PyTreeNode):
     stop_ids: Int[Array, "B K"]
     decay_start: Int[Array, "B"]
     decay_factor: Float[Array, "B"]  # 1 is off
+
+
+class GrammarTables(struct.PyTreeNode):
+    """Grammars of the rows as automata, stacked; :mod:`specjax.core.grammar_tables`.
+
+    State 0 allows every token and stays: it is that of rows without a table. A token leads there,
+    too, where a grammar does not allow it.
+    """
+
+    next_state: Int[Array, "Q C"]  # by class of the token
+    token_class: Int[Array, "G V"]
+    allowed: Int[Array, "Q W"]  # the tokens that may follow, a bit each, 32 to a word
+    forced: Int[Array, "Q"]  # the token of the only text that may follow, or NO_TOKEN
+    grammar: Int[Array, "B"]  # of each row
+    first: Int[Array, "B"]  # the state at the beginning of each row's grammar
 
 
 class TokenCounts(struct.PyTreeNode):
@@ -297,6 +315,7 @@ class Inputs(struct.PyTreeNode):
     eos_ids: Int[Array, "E"]  # padded with NO_EOS
     settings: dict[str, jax.Array]  # scalar options of drafter, target distribution and rule
     reward: Any = ()  # arrays of a reward inside the loop: a specjax.rewards.Data
+    grammars: GrammarTables | None = None  # None: no row has had a grammar that is a table
     mesh: Any = struct.field(pytree_node=False, default=None)  # None: a single device
 
     @classmethod

@@ -22,7 +22,9 @@ from specjax.lm import LM
 from specjax.models.cache import ring_capacity
 from specjax.rewards import Judge
 from specjax.runtime.grammar_rounds import check_method
-from specjax.text.grammar import Matcher, make_matcher
+from specjax.text.automaton import Automaton
+from specjax.text.grammar import Matcher, make_automaton, make_matcher
+from specjax.text.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +74,24 @@ class Engine:
           OptionError, PairError: the grammar cannot be used with this model and method.
         """
         check_method(self.method)
+        return make_matcher(*self._grammar(sampling))
+
+    def automaton(self, sampling: Sampling) -> Automaton | None:
+        """The grammar of a sampling as a table; None: there is no grammar, or it is no small one.
+
+        Raises:
+          OptionError, PairError: as :meth:`matcher`.
+        """
+        if not sampling.grammar:
+            return None
+        check_method(self.method)
+        return make_automaton(*self._grammar(sampling))
+
+    def _grammar(self, sampling: Sampling) -> tuple[str, Tokenizer | None, int, tuple[int, ...]]:
+        """A grammar, and the tokens that may spell and end it."""
         target = self.target
         eos_ids = (*target.eos_ids, *sampling.stop_token_ids)
-        return make_matcher(sampling.grammar, target.tokenizer, target.config.vocab_size, eos_ids)
+        return sampling.grammar, target.tokenizer, target.config.vocab_size, eos_ids
 
     def check_sampling(self, sampling: Sampling) -> None:
         """Refuses a sampling that the method or the model cannot have.
@@ -85,7 +102,7 @@ class Engine:
         sampling.check_vocabulary(self.target.config.vocab_size)
         self.method.check_sampling(sampling)
         if sampling.grammar:
-            self.matcher(sampling)
+            self.automaton(sampling)  # which takes a second the first time
 
     def inputs_depend_on(self, requests: Sequence[Request]) -> bool:
         """Whether :meth:`inputs_for` differs from request to request.

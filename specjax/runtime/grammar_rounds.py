@@ -1,5 +1,8 @@
 """Rounds under grammars: the device drafts, the host says what may follow, the device verifies.
 
+This is for grammars that are no tables. Those that are need no host
+(:mod:`specjax.core.grammar_tables`); rows of both may be in one batch.
+
 Each round has one exchange. The host gets the tokens of the draft and of the round before. It
 returns the draft, with the tokens that a grammar forces in place of a row's own, and a bit for each
 token that may follow a node. Masked logits are the target's logits: so a lossless rule stays
@@ -23,10 +26,11 @@ from jaxtyping import Array, Bool, Int
 
 from specjax._util.errors import OptionError
 from specjax.core import probs
+from specjax.core.grammar_tables import takes_forced, with_forced
 from specjax.core.mesh import program
 from specjax.core.protocols import Method, Proposal
 from specjax.core.round import DraftVerify
-from specjax.core.types import IID, POINT_MASS, DecodeState, Inputs
+from specjax.core.types import DecodeState, Inputs
 from specjax.draft.auto_length import AutoLength
 
 
@@ -67,6 +71,16 @@ def check_method(method: Method) -> None:
         )
 
 
+def longest_drafts(method: DraftVerify) -> DraftVerify:
+    """The method with its longest drafts, if their length is automatic.
+
+    How many tokens a grammar forces has nothing to do with past rounds.
+    """
+    if not isinstance(method, AutoLength):
+        return method
+    return DraftVerify(method.drafter, method.target, method.rule)
+
+
 def advance_with_grammars(
     method: DraftVerify,
     inputs: Inputs,
@@ -81,9 +95,7 @@ def advance_with_grammars(
       seen: bool ``[B]``, the rows that the caller already knows to be done.
       places: each row's place in its grammar; None: it has none.
     """
-    if isinstance(method, AutoLength):
-        # Its longest drafts: how many tokens a grammar forces has nothing to do with past rounds.
-        method = DraftVerify(method.drafter, method.target, method.rule)
+    method = longest_drafts(method)
     propose, conclude = _programs(method)
     for _ in range(rounds):
         proposal, recent = propose(inputs, state)
@@ -163,8 +175,7 @@ def _with_forced(
     These rows have the forced tokens as their draft. Where drafts are trees there are none.
     """
     is_forced = np.zeros(len(places), bool)
-    drafter = method.drafter
-    if not drafter.shape.is_chain or drafter.sampling not in (IID, POINT_MASS):
+    if not takes_forced(method.drafter):
         return tokens, valid, is_forced
     tokens = tokens.copy()
     valid = valid.copy()
@@ -194,11 +205,9 @@ def _programs(method: DraftVerify) -> tuple[Callable[..., Any], Callable[..., An
         inputs: Inputs, state: DecodeState, proposal: Proposal, tokens, valid, is_forced, allowed
     ) -> DecodeState:
         keys = probs.round_keys(state.keys, state.stats.rounds)
-        draft = proposal.draft.replace(tokens=tokens, valid=valid, allowed=allowed)
-        if draft.log_q is not None and draft.shape.is_chain:
-            certain = probs.one_hot_log(tokens[:, 1:], inputs.target.vocab)
-            log_q = jnp.where(is_forced[:, None, None], certain, draft.log_q)
-            draft = draft.replace(log_q=log_q)
+        draft = proposal.draft.replace(allowed=allowed)
+        if takes_forced(draft):
+            draft = with_forced(draft, tokens, valid, is_forced, inputs.target.vocab)
         return method.conclude(inputs, state, keys, proposal._replace(draft=draft))
 
     return program(propose), program(conclude, donate_argnums=1)

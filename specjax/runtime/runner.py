@@ -18,13 +18,19 @@ from jaxtyping import Bool
 
 from specjax.core import loop
 from specjax.core.loop import NO_SLOT
+from specjax.core.protocols import Method
 from specjax.core.round import DraftVerify
 from specjax.core.sampling import Sampling, with_path_settings
 from specjax.core.types import DecodeState, Inputs
 from specjax.draft.auto_length import COSTS, AutoLength
 from specjax.models.cache import bucket, bucket_below
 from specjax.runtime.engine import Engine, Request, stack_keys
-from specjax.runtime.grammar_rounds import GrammarProgress, advance_with_grammars
+from specjax.runtime.grammar_rounds import (
+    GrammarProgress,
+    advance_with_grammars,
+    longest_drafts,
+)
+from specjax.runtime.grammar_stack import GrammarStack
 from specjax.runtime.prefill import Prefill
 from specjax.runtime.round_costs import round_costs
 from specjax.search.drivers import HostDriven, advance_on_host
@@ -63,6 +69,7 @@ class BatchRunner:
         self._capacities_run: set[int] = set()  # buckets whose rounds have been compiled
         # Places in grammars, by the request's identity.
         self._places: dict[int, GrammarProgress] = {}
+        self._grammars = GrammarStack()  # those that are tables
         # Relative seconds of a round per draft form, if the draft length follows costs. None:
         # not measured yet; empty: the method has fixed lengths.
         self._costs: float | tuple[float, ...] | None = ()
@@ -104,6 +111,7 @@ class BatchRunner:
             chunk=self._engine.chunk_size(max(map(len, prompts)), self._size),
             capacity=self.fixed_capacity,
         )
+        self._add_grammar_states()
         jax.block_until_ready(self._state)
 
     def start_batch_like(self, request: Request) -> None:
@@ -125,6 +133,7 @@ class BatchRunner:
             chunk=chunk,
             capacity=capacity,
         )
+        self._add_grammar_states()
 
     def start_empty(self, example: Request) -> None:
         """A state whose batch slots are all free, with room for the prompt of ``example``."""
@@ -136,6 +145,7 @@ class BatchRunner:
         keys = jnp.stack([example.key] * self._size)
         empty = loop.empty_state(self._method, self._logprobs)
         self._state = empty(self.inputs, tokens, keys)
+        self._add_grammar_states()
 
     def fill_slots(self, prefill: Prefill, slots: Sequence[int]) -> None:
         """Puts prefilled requests into batch slots: one per device, or ``NO_SLOT``."""
@@ -145,6 +155,8 @@ class BatchRunner:
         local = np.where(numbers == NO_SLOT, numbers, numbers % slots_per_device)
         fill = loop.fill_slots(self._method)
         inputs, prefilled = self._with_same_counts(prefill)
+        if self.state.grammar_state is not None:
+            prefilled = loop.with_grammar_states(inputs, prefilled)
         self._state = fill(inputs, self.state, prefilled, local)
 
     def _with_same_counts(self, prefill: Prefill) -> tuple[Inputs, DecodeState]:
@@ -168,9 +180,25 @@ class BatchRunner:
         rows = [request or example for request in requests]
         if self._inputs is not None and not self._engine.inputs_depend_on(rows):
             return
-        self._inputs = self._engine.inputs_for(rows, self._sampling, self._inputs)
+        inputs = self._engine.inputs_for(rows, self._sampling, self._inputs)
+        automata = [self._engine.automaton(self._sampling_of(row)) for row in rows]
+        self._inputs = inputs.replace(grammars=self._grammars.tables(automata))
+        self._add_grammar_states()
         if self._costs:
             self._set_costs()
+
+    def _sampling_of(self, request: Request) -> Sampling:
+        return request.sampling or self._sampling
+
+    def _add_grammar_states(self) -> None:
+        """Gives the state its rows' places in grammars, from the first table on.
+
+        Requests that run before that have none, and new ones are at the beginning of theirs.
+        """
+        if self._state is None or self.inputs.grammars is None:
+            return
+        if self._state.grammar_state is None:
+            self._state = loop.with_grammar_states(self.inputs, self._state)
 
     def _set_costs(self) -> None:
         settings = self.inputs.settings | {COSTS: jnp.asarray(self._costs, jnp.float32)}
@@ -231,19 +259,28 @@ class BatchRunner:
                 self._method, self.inputs, self.state, rounds, seen, places
             )
         else:
-            run = loop.run_rounds(self._method)
+            run = loop.run_rounds(self._method_of(requests))
             self._state = run(self.inputs, self.state, np.int32(rounds), seen)
 
+    def _method_of(self, requests: Sequence[Request | None]) -> Method:
+        """The method of a batch without a request that needs the host."""
+        samplings = [self._sampling_of(request) for request in requests if request]
+        if not any(sampling.grammar for sampling in samplings):
+            return self._method
+        assert isinstance(self._method, DraftVerify), "check_method refuses others"
+        return longest_drafts(self._method)
+
     def _grammar_places(self, requests: Sequence[Request | None]) -> list[GrammarProgress | None]:
-        """Where each running request is in its grammar; None: it has none."""
+        """Where each request is in its grammar; None: it has none that needs the host."""
         places: dict[int, GrammarProgress] = {}
         by_slot: list[GrammarProgress | None] = []
         for request in requests:
             place = None
             if request is not None:
-                sampling = request.sampling or self._sampling
+                sampling = self._sampling_of(request)
                 place = self._places.get(id(request))
-                if place is None and sampling.grammar:
+                is_table = self._engine.automaton(sampling) is not None
+                if place is None and sampling.grammar and not is_table:
                     place = GrammarProgress(self._engine.matcher(sampling), len(request.tokens))
             if place is not None:
                 places[id(request)] = place

@@ -20,6 +20,9 @@ import numpy as np
 from specjax._util.errors import OptionError, PairError, one_line
 from specjax._util.files import parse_json
 from specjax._util.sampling_checks import JSON, LARK, REGEX, SCHEMA
+from specjax.text.automaton import MAX_STATES, Automaton, token_automaton
+from specjax.text.byte_automaton import byte_automaton
+from specjax.text.schema_regex import NoRegex, regex_of_schema
 from specjax.text.tokenizer import Tokenizer
 
 # JSON is spaced as Python writes it. With free spacing, a model may write spaces without end. The
@@ -68,6 +71,10 @@ class Matcher:
         """The tokens of the only text that may follow, as the tokenizer would split it."""
         return self._matcher.compute_ff_tokens()
 
+    def forced_bytes(self) -> bytes:
+        """The only text that may follow, as far as it is known."""
+        return self._matcher.compute_ff_bytes()
+
 
 def make_matcher(
     text: str, tokenizer: Tokenizer | None, vocab: int, eos_ids: Sequence[int]
@@ -83,6 +90,38 @@ def make_matcher(
     if not eos_ids:
         raise PairError("grammar: the model has no end of sequence, so no text could end")
     return _compiled(text, tokenizer, vocab, tuple(eos_ids)).copy()
+
+
+@functools.lru_cache(maxsize=256)
+def make_automaton(
+    text: str, tokenizer: Tokenizer | None, vocab: int, eos_ids: tuple[int, ...]
+) -> Automaton | None:
+    """A grammar as a table; None: it is no automaton, or not a small one.
+
+    Raises:
+      OptionError, PairError: as :func:`make_matcher`.
+    """
+    matcher = make_matcher(text, tokenizer, vocab, eos_ids)
+    regex = _regex(text)
+    if regex is None or tokenizer is None:
+        return None
+    over_bytes = byte_automaton(regex, MAX_STATES)
+    if over_bytes is None:
+        return None
+    tokens = _bytes_of_tokens(tokenizer, vocab, eos_ids)
+    return token_automaton(over_bytes, tokens, eos_ids, matcher)
+
+
+def _regex(text: str) -> str | None:
+    """The regular expression that a grammar is; None: it is another one."""
+    if text.startswith(REGEX):
+        return text.removeprefix(REGEX)
+    if text.startswith(SCHEMA):
+        try:
+            return regex_of_schema(parse_json(text.removeprefix(SCHEMA).encode()))
+        except NoRegex:
+            return None
+    return None
 
 
 @functools.lru_cache(maxsize=64)
@@ -103,6 +142,15 @@ def _compiled(text: str, tokenizer: Tokenizer, vocab: int, eos_ids: tuple[int, .
 def _tokens_of(tokenizer: Tokenizer, vocab: int, eos_ids: tuple[int, ...]) -> Any:
     """The vocabulary as llguidance reads it; a tenth of a second."""
     return _llguidance().LLTokenizer(tokenizer.to_json(), n_vocab=vocab, eos_token=list(eos_ids))
+
+
+@functools.lru_cache(maxsize=8)
+def _bytes_of_tokens(
+    tokenizer: Tokenizer, vocab: int, eos_ids: tuple[int, ...]
+) -> list[bytes | None]:
+    """Each token's bytes; None: it is no text."""
+    read = _tokens_of(tokenizer, vocab, eos_ids)
+    return [None if read.is_special_token(i) else read.decode_bytes([i]) for i in range(vocab)]
 
 
 def _source(guide: Any, text: str) -> str:

@@ -272,6 +272,8 @@ def test_a_batch_without_such_settings_runs_the_program_without_them(options, mo
         monkeypatch.setattr(f"{place}.path_logits", lambda inputs, state, logits, paths: logits)
     monkeypatch.setattr("specjax.core.commit.count_new", lambda counts, tokens, emitted: None)
     monkeypatch.setattr("specjax.core.loop.begin_counts", lambda inputs, state: None)
+    monkeypatch.setattr("specjax.core.round.under_grammars", lambda inputs, state, draft: draft)
+    monkeypatch.setattr("specjax.core.commit.states_after", lambda *args: None)
     monkeypatch.setattr("specjax.core.warp.cut_off", lambda logits, cutoffs: logits)
     assert rounds_text(method, sj.Sampling(0.8)) == off
     monkeypatch.undo()
