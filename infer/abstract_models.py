@@ -18,11 +18,15 @@ import specjax as sj
 from specjax import lm
 from specjax.core import loop
 from specjax.core.mesh import AXES, specs_of
+from specjax.core.round import DraftVerify
+from specjax.core.types import GrammarTables
 from specjax.models import ModelConfig, fuse, param_shapes
 from specjax.models.placement import param_specs, split_layers
 from specjax.models.quantization import Scheme, quantize_params
 from specjax.models.sharding import split_config
 from specjax.runtime.engine import Engine
+from specjax.runtime.grammar_rounds import longest_drafts
+from specjax.runtime.grammar_stack import CLASSES, GRAMMARS, STATES
 
 SAMPLED = sj.Sampling(0.8, top_p=0.9)
 CHUNK = 128  # of the prefill whose result's shapes a round starts from; any will do
@@ -70,15 +74,39 @@ def abstract_model(
 
 
 def lower_rounds(
-    engine: Engine, rows: int, capacity: int, mesh: Mesh | None, sampling: sj.Sampling = SAMPLED
+    engine: Engine,
+    rows: int,
+    capacity: int,
+    mesh: Mesh | None,
+    sampling: sj.Sampling = SAMPLED,
+    with_tables: bool = False,
 ) -> jax.stages.Lowered:
-    """The lowered loop of rounds."""
+    """The lowered loop of rounds; ``with_tables``: under grammars that are tables."""
     inputs = engine.inputs(sampling, rows, range(rows))
     prefill = loop.prefill_prompts(engine.method, CHUNK, False)
     filled = jax.eval_shape(prefill, inputs, *_prefill_arguments(rows, capacity))
+    method = engine.method
+    if with_tables:
+        inputs = inputs.replace(grammars=grammar_shapes(engine.target.net.vocab, rows))
+        filled = filled.replace(grammar_state=filled.length)
+        assert isinstance(method, DraftVerify), "other methods have no grammars"
+        method = longest_drafts(method)
     state = _placed(filled, None if mesh is None else specs_of(filled), mesh)
     rounds = jax.ShapeDtypeStruct((), jnp.int32)
-    return loop.run_rounds(engine.method).lower(inputs, state, rounds)
+    return loop.run_rounds(method).lower(inputs, state, rounds)
+
+
+def grammar_shapes(vocab: int, rows: int) -> GrammarTables:
+    """Tables of usual sizes for rows with grammars."""
+    shaped = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    return GrammarTables(
+        next_state=shaped((STATES, CLASSES)),
+        token_class=shaped((GRAMMARS, vocab)),
+        allowed=shaped((STATES, -(-vocab // 32))),
+        forced=shaped((STATES,)),
+        grammar=shaped((rows,)),
+        first=shaped((rows,)),
+    )
 
 
 def lower_prefill(

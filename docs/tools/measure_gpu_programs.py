@@ -63,6 +63,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--pass-width", type=whole(1, 128), metavar="N")
     parser.add_argument("--quantize", type=parse_scheme, metavar="SCHEME", help="int8, int4:128, …")
     parser.add_argument("--cache-dtype", choices=["int8"])
+    parser.add_argument("--grammars", action="store_true", help="rows have grammars as tables")
     parser.add_argument("--mesh", type=mesh_axes, default={"data": 1, "model": 1})
     args = parser.parse_args(argv)
 
@@ -122,7 +123,7 @@ def compiled(
     if spec.needs_reward:
         judge = Judge.bind(combine(REWARD), target, [{}] * rows, guides=True)
     engine = make_engine(target, draft, spec, dict(args.options), draws == "greedy", judge)
-    lowered = lower_rounds(engine, rows, args.capacity, mesh, DRAWS[draws])
+    lowered = lower_rounds(engine, rows, args.capacity, mesh, DRAWS[draws], args.grammars)
     return compile_for_gpu(lowered, args.turns)
 
 

@@ -62,6 +62,11 @@ def test_a_layer_takes_as_many_kernels_for_any_number_of_rows(batch):
     assert row["cache copies"] == "0"
 
 
+def test_rounds_under_grammars_as_tables_are_one_graph():
+    size = ("--layers", "1", "--batch", "8", "--draws", "greedy", "--set", "gamma=4")
+    check_one_graph(measured("lookup", "--grammars", *size))
+
+
 def test_greedy_rounds_are_one_graph_too():
     greedy = ("--layers", "1", "--batch", "8", "--draws", "greedy")
     (speculative, beam) = measured("speculative", "beam", *greedy)
