@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from specjax.core import probs
+from specjax.core import probs, vocabulary
 from specjax.core.floor import find_floor
 from specjax.core.types import Cutoffs
 
@@ -38,11 +38,11 @@ def top_n_sigma(logits: Logits, sigmas: Float[Array, "R"]) -> Logits:
 
     def keep(x, n):
         finite = x > probs.NEVER
-        count = jnp.sum(finite, axis=-1)
-        mean = jnp.sum(jnp.where(finite, x, 0.0), axis=-1) / count
+        count = vocabulary.total(finite)
+        mean = vocabulary.total(jnp.where(finite, x, 0.0)) / count
         squares = jnp.where(finite, (x - mean[:, None]) ** 2, 0.0)
-        sigma = jnp.sqrt(jnp.sum(squares, axis=-1) / count)
-        return x >= (jnp.max(x, axis=-1) - n * sigma)[:, None]
+        sigma = jnp.sqrt(vocabulary.total(squares) / count)
+        return x >= (vocabulary.largest(x) - n * sigma)[:, None]
 
     return _keep(logits, sigmas, sigmas > 0, keep)
 
@@ -65,7 +65,7 @@ def _keep(
 
 def _min_p(x: Logits, share: Float[Array, "R"]) -> Bool[Array, "R V"]:
     """Probabilities of at least ``share`` of the largest (Nguyen et al. 2024, arXiv 2407.01082)."""
-    return x >= jnp.max(x, axis=-1, keepdims=True) + jnp.log(share)[:, None]
+    return x >= vocabulary.largest(x, keepdims=True) + jnp.log(share)[:, None]
 
 
 def _typical(x: Logits, mass: Float[Array, "R"]) -> Bool[Array, "R V"]:
@@ -76,10 +76,10 @@ def _typical(x: Logits, mass: Float[Array, "R"]) -> Bool[Array, "R V"]:
     log_p = probs.log_softmax(x)
     distance = jnp.abs(-log_p - _entropy(log_p)[:, None])
     near = jnp.where(x > probs.NEVER, -distance, probs.NEVER)
-    lowest = jnp.min(jnp.where(x > probs.NEVER, near, jnp.inf), axis=-1)
+    lowest = vocabulary.least(jnp.where(x > probs.NEVER, near, jnp.inf))
     p = jnp.exp(log_p)
     everything = jnp.ones(mass.shape, bool)
-    floor = find_floor(near, lambda _: p, mass, (lowest, jnp.max(near, axis=-1)), everything)
+    floor = find_floor(near, lambda _: p, mass, (lowest, vocabulary.largest(near)), everything)
     return near >= floor[:, None]
 
 
@@ -97,10 +97,10 @@ def _eta(x: Logits, epsilon: Float[Array, "R"]) -> Bool[Array, "R V"]:
 
 def _at_least(x: Logits, log_floor: Float[Array, "R"]) -> Bool[Array, "R V"]:
     """Tokens of at least this log-probability, and the likeliest ones."""
-    likeliest = x >= jnp.max(x, axis=-1, keepdims=True)
+    likeliest = x >= vocabulary.largest(x, keepdims=True)
     return likeliest | (probs.log_softmax(x) >= log_floor[:, None])
 
 
 def _entropy(log_p: Logits) -> Float[Array, "R"]:
     """In nats; a token of probability 0 adds 0."""
-    return -jnp.sum(jnp.where(log_p > probs.NEVER, jnp.exp(log_p) * log_p, 0.0), axis=-1)
+    return -vocabulary.total(jnp.where(log_p > probs.NEVER, jnp.exp(log_p) * log_p, 0.0))

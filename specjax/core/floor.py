@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax._util.platform import platform
-from specjax.core import probs
+from specjax.core import probs, vocabulary
 
 # The search narrows two bounds around the cut until one logit is left between them. Each turn
 # splits the range into PARTS in one pass over the vocabulary. On a CPU each sum costs a pass, so
@@ -31,7 +31,7 @@ COUNTING = "top-k search"
 def kth_largest(x: Float[Array, "R V"], k: Int[Array, "R"]) -> Float[Array, "R"]:
     """The k-th largest logit; −inf if top-k is off. A small k reads it from the largest logits."""
     on = k > 0
-    lowest = jnp.min(jnp.where(x > probs.NEVER, x, jnp.inf), axis=-1)
+    lowest = vocabulary.least(jnp.where(x > probs.NEVER, x, jnp.inf))
 
     @jax.named_scope(COUNTING)
     def search(rows, highest):
@@ -39,7 +39,7 @@ def kth_largest(x: Float[Array, "R V"], k: Int[Array, "R"]) -> Float[Array, "R"]
 
     def near(largest):
         count = largest.shape[-1]
-        floor = probs.at_token(largest, jnp.clip(k, 1, count) - 1)
+        floor = probs.at_index(largest, jnp.clip(k, 1, count) - 1)
         return floor, on & (k <= count)
 
     return jnp.where(on, _near_or_far(x, near, search, on), probs.NEVER)
@@ -48,12 +48,12 @@ def kth_largest(x: Float[Array, "R V"], k: Int[Array, "R"]) -> Float[Array, "R"]
 def nucleus_floor(x: Float[Array, "R V"], p: Float[Array, "R"]) -> Float[Array, "R"]:
     """The smallest logit that top-p keeps; −inf if it is off."""
     on = p < 1
-    goal = p * jnp.exp(x).sum(-1)
+    goal = p * vocabulary.total(jnp.exp(x))
 
     @jax.named_scope(SEARCHING)
     def search(rows, highest):
         # All tokens below this together have less than 1 − p of the mass: the floor is above it.
-        lowest = jnp.log((1 - p) / x.shape[-1]) - 1
+        lowest = jnp.log((1 - p) / vocabulary.size(x.shape[-1])) - 1
         return find_floor(x, jnp.exp, goal, (lowest, highest), rows)
 
     def near(largest):
@@ -72,10 +72,10 @@ def _near_or_far(x, near, search, on: Bool[Array, "R"]) -> Float[Array, "R"]:
     returns those of ``rows``, given an upper bound per row. Which of the two a row uses depends on
     that row alone.
     """
-    count = min(platform().largest_logits, x.shape[-1])
+    count = min(platform().largest_logits, vocabulary.size(x.shape[-1]))
     if count == 0:
         return search(on, jnp.zeros_like(x[:, 0]))
-    largest = jax.lax.top_k(x, count)[0]
+    largest = vocabulary.top_k(x, count, jax.lax.top_k)[0]
     floor, known = near(largest)
     far = on & ~known
 
@@ -136,7 +136,8 @@ def _reduce_vocabulary(
     """Each array reduced over the vocabulary; ``neutral`` changes no result."""
     blocks = platform().vocab_blocks
     if blocks == 1:
-        return jnp.stack([reduce(x, axis=-1) for x in arrays], axis=-1)
+        reduced = jnp.stack([reduce(x, axis=-1) for x in arrays], axis=-1)
+        return vocabulary.across(reduce, reduced)
 
     rows, vocab = arrays[0].shape
     size = -(-vocab // blocks)  # rounded up
@@ -146,7 +147,8 @@ def _reduce_vocabulary(
         padded = jnp.pad(x, padding, constant_values=neutral)
         return reduce(padded.reshape(rows, blocks, size), axis=-1)
 
-    return reduce(jnp.stack([by_block(x) for x in arrays], axis=1), axis=-1)
+    reduced = reduce(jnp.stack([by_block(x) for x in arrays], axis=1), axis=-1)
+    return vocabulary.across(reduce, reduced)
 
 
 def _halve(x, mass, goal, low, high):
@@ -155,7 +157,7 @@ def _halve(x, mass, goal, low, high):
     def halve(_, bounds):
         low, high = bounds
         middle = (low + high) / 2
-        higher = jnp.sum(jnp.where(x > middle[:, None], mass, 0.0), -1) >= goal
+        higher = vocabulary.total(jnp.where(x > middle[:, None], mass, 0.0)) >= goal
         return jnp.where(higher, middle, low), jnp.where(higher, high, middle)
 
     return jax.lax.fori_loop(0, HALVES, halve, (low, high))

@@ -15,8 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from specjax.core import vocabulary
 from specjax.core.probs import fit_vocabulary, limit_vocabulary
-from specjax.models import KVCache, ModelConfig, forward, hidden_states, init_cache, logits_of
+from specjax.models import (
+    KVCache,
+    ModelConfig,
+    forward,
+    hidden_states,
+    init_cache,
+    logits_of,
+    splits_tables,
+)
 from specjax.models.adapters import KEY
 from specjax.models.cache import chunk_size
 
@@ -171,5 +180,22 @@ class Net:
     def _head(self, hidden: Float[Array, "B N D"], at: Int[Array, "B n"] | None = None):
         if at is not None:
             hidden = jnp.take_along_axis(hidden, at[:, :, None], axis=1)
+        if vocabulary.is_split():
+            return self._own_logits(hidden)
         logits = logits_of(self.config, self.params, hidden).astype(jnp.float32)
         return limit_vocabulary(fit_vocabulary(logits, self.vocab), self.vocab_limit)
+
+    def _own_logits(self, hidden: Float[Array, "B N D"]) -> Float[Array, "B N v"]:
+        """The logits of this device's share of the target's ids; −inf at those that pad it.
+
+        A model whose own shares are others, such as a draft with another vocabulary, gathers its
+        logits first.
+        """
+        share = vocabulary.share_size(self.vocab)
+        has_share = splits_tables(self.config, self.params) and (
+            vocabulary.share_size(self.config.vocab_size) == share
+        )
+        logits = logits_of(self.config, self.params, hidden, own=has_share).astype(jnp.float32)
+        if not has_share:
+            logits = vocabulary.own_share(fit_vocabulary(logits, self.vocab))
+        return limit_vocabulary(logits, min(self.vocab_limit, self.vocab))

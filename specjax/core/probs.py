@@ -1,7 +1,8 @@
 """Probabilities: float32 log-softmax, residuals, inverse-CDF sampling, random streams.
 
 Acceptance arithmetic is float32 whatever the model's dtype: bfloat16 rows do not sum to 1.
-Axis legend: B rows, V vocabulary; ``...`` are leading axes.
+Axis legend: B rows, V vocabulary, or a device's share of it (:mod:`specjax.core.vocabulary`);
+``...`` are leading axes.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from specjax._util.platform import platform
+from specjax.core import vocabulary
 
 NEVER = -jnp.inf  # the log-probability of what cannot happen
 STREAM = 1 << 16  # indices of one purpose: the purpose is folded in above these bits
@@ -102,11 +104,16 @@ def gumbel(
     """Gumbel noise, one draw per key; 0 in rows that are not ``drawn``.
 
     It costs nothing if no row is drawn. The n largest of log-weights plus noise are n draws without
-    replacement (Gumbel-top-k).
+    replacement (Gumbel-top-k). An id's noise does not depend on which device has it.
     """
 
+    def draw(key):
+        if not vocabulary.is_split():
+            return jax.random.gumbel(key, (size,), jnp.float32)
+        return vocabulary.own_share(jax.random.gumbel(key, (vocabulary.size(size),), jnp.float32))
+
     def noise():
-        flat = jax.vmap(lambda key: jax.random.gumbel(key, (size,), jnp.float32))(keys.reshape(-1))
+        flat = jax.vmap(draw)(keys.reshape(-1))
         rows = drawn.reshape(-1, *(1,) * keys.ndim)
         return jnp.where(rows, flat.reshape(*keys.shape, size), 0.0)
 
@@ -115,17 +122,32 @@ def gumbel(
 
 def log_softmax(logits: Float[Array, "... V"]) -> Float[Array, "... V"]:
     """Float32 log-softmax. Rows may hold −inf, but not only −inf."""
-    return jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    x = logits.astype(jnp.float32)
+    if not vocabulary.is_split():
+        return jax.nn.log_softmax(x, axis=-1)
+    x = x - vocabulary.largest(x, keepdims=True)
+    return x - jnp.log(vocabulary.total(jnp.exp(x), keepdims=True))
 
 
 def one_hot_log(token: Int[Array, "..."], vocab: int) -> Float[Array, "... V"]:
     """Log-probabilities of a point mass: 0 at the token, −inf elsewhere."""
-    return jnp.where(jnp.arange(vocab) == token[..., None], 0.0, NEVER)
+    return jnp.where(vocabulary.ids(vocab) == token[..., None], 0.0, NEVER)
 
 
 def at_token(rows: Float[Array, "... V"], token: Int[Array, "..."]) -> Float[Array, "..."]:
-    """The entry of each row at its token."""
-    return jnp.take_along_axis(rows, token[..., None], axis=-1)[..., 0]
+    """The entry of each row of a vocabulary at its token."""
+    if not vocabulary.is_split():
+        return at_index(rows, token)
+    width = rows.shape[-1]
+    index = token - vocabulary.first_id(width)
+    entry = at_index(rows, jnp.clip(index, 0, width - 1))
+    is_own = (index >= 0) & (index < width)
+    return vocabulary.across(jnp.sum, jnp.where(is_own, entry, 0))
+
+
+def at_index(rows: Shaped[Array, "... n"], index: Int[Array, "..."]) -> Shaped[Array, "..."]:
+    """The entry of each row at its index."""
+    return jnp.take_along_axis(rows, index[..., None], axis=-1)[..., 0]
 
 
 def at_node(rows: Float[Array, "B N V"], node: Int[Array, "B"]) -> Float[Array, "B V"]:
@@ -137,9 +159,10 @@ def at_node(rows: Float[Array, "B N V"], node: Int[Array, "B"]) -> Float[Array, 
 
 def limit_vocabulary(logits: Float[Array, "... V"], vocab_limit: int) -> Float[Array, "... V"]:
     """Logits with −inf at ids from ``vocab_limit`` on: padding that no tokenizer knows."""
-    if vocab_limit >= logits.shape[-1]:
+    width = logits.shape[-1]
+    if vocab_limit >= vocabulary.size(width):
         return logits
-    return jnp.where(jnp.arange(logits.shape[-1]) < vocab_limit, logits, NEVER)
+    return jnp.where(vocabulary.ids(width) < vocab_limit, logits, NEVER)
 
 
 def fit_vocabulary(logits: Float[Array, "... v"], vocab: int) -> Float[Array, "... V"]:
@@ -177,7 +200,7 @@ def top_k(x: Float[Array, "... V"], count: int) -> tuple[Array, Array]:
 def residual(p: Float[Array, "... V"], q: Float[Array, "... V"]) -> Float[Array, "... V"]:
     """Unnormalized ``max(0, p - q)``, or ``p`` where that is zero everywhere."""
     left = jnp.maximum(p - q, 0.0)
-    return jnp.where(left.sum(-1, keepdims=True) > 0, left, p)
+    return jnp.where(vocabulary.total(left, keepdims=True) > 0, left, p)
 
 
 @jax.named_scope("draw")
@@ -192,13 +215,35 @@ def sample(weights: Float[Array, "... V"], u: Float[Array, "..."]) -> Int[Array,
     pad = [(0, 0)] * (weights.ndim - 1) + [(0, -vocab % block_size)]
     blocks = jnp.pad(weights, pad).reshape(*weights.shape[:-1], -1, block_size)
     ends = jnp.cumsum(blocks.sum(-1), axis=-1)
-    goal = (u * ends[..., -1])[..., None]
+    goal = u * ends[..., -1]
+    device = None
+    if vocabulary.is_split():
+        device, goal = _device_at(u, ends[..., -1])
+    goal = goal[..., None]
     block = jnp.argmax(ends >= goal, axis=-1)[..., None]
     before = jnp.where(block > 0, jnp.take_along_axis(ends, jnp.maximum(block - 1, 0), -1), 0.0)
     inside = jnp.cumsum(jnp.take_along_axis(blocks, block[..., None], -2)[..., 0, :], axis=-1)
     # Rounding may leave the goal past the block's own sum. Then it is the last positive token.
     goal = jnp.minimum(goal - before, inside[..., -1:])
-    return (block[..., 0] * block_size + jnp.argmax(inside >= goal, axis=-1)).astype(jnp.int32)
+    token = (block[..., 0] * block_size + jnp.argmax(inside >= goal, axis=-1)).astype(jnp.int32)
+    if device is None:
+        return token
+    return vocabulary.from_device(token + vocabulary.first_id(vocab), device)
+
+
+def _device_at(
+    u: Float[Array, "..."], mass: Float[Array, "..."]
+) -> tuple[Int[Array, "..."], Float[Array, "..."]]:
+    """The device at quantile ``u``, by the ``mass`` of each device's share.
+
+    Also how much of that device's mass is up to the quantile. On other devices this is any number.
+    """
+    ends = jnp.cumsum(vocabulary.gathered(mass), axis=0)
+    goal = u * ends[-1]
+    own = vocabulary.own_number()
+    before = jnp.where(own > 0, ends[own - 1], 0.0)
+    # Rounding may leave the goal past the device's own sum.
+    return jnp.argmax(ends >= goal, axis=0), jnp.minimum(goal - before, mass)
 
 
 def kl_divergence(

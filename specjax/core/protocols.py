@@ -50,6 +50,8 @@ class Drafter(Protocol):
     ends_early: bool = False  # whether most of its chains end long before ``shape.depth``
     keep_logits: bool = False  # whether drafts carry the draft model's raw logits
     usual_rule: str = "speculative"  # what verifies its drafts where no rule is named
+    # Whether devices may have shares of the draft's probabilities (see specjax.core.vocabulary).
+    splits_vocabulary: bool = False
 
     @property
     def round_positions(self) -> int:
@@ -132,6 +134,8 @@ class TargetDist(Protocol):
     extra_positions: int = 0  # cache positions that it needs beyond a row's own tokens
     # Whether it applies the settings of a row's path (:func:`specjax.target.node_law`).
     follows_paths: bool = False
+    # Whether devices may have shares of the logits (see specjax.core.vocabulary).
+    splits_vocabulary: bool = False
 
     def standalone(self) -> TargetDist:
         """The same distribution for drafters that give no logits."""
@@ -179,6 +183,8 @@ class Rule:
         temperature 1, unwarped. ``joint_raw``: rows whose joint probabilities are unwarped.
         ``written``: how many new tokens each row has. A rule with ``written`` gets the rows' own
         keys instead of the round's.
+      splits_vocabulary: whether devices may have shares of ``log_p`` (see
+        :mod:`specjax.core.vocabulary`).
     """
 
     verify: Callable[..., Verdict]
@@ -187,11 +193,11 @@ class Rule:
     chain_only: bool = True
     settings: tuple[str, ...] = ()
     extras: tuple[str, ...] = ()
+    splits_vocabulary: bool = False
 
     def __post_init__(self):
-        validate_fields(
-            self, accepts=TEXTS, settings=TEXTS, extras=TEXTS, lossless=FLAG, chain_only=FLAG
-        )
+        flags = {"lossless": FLAG, "chain_only": FLAG, "splits_vocabulary": FLAG}
+        validate_fields(self, accepts=TEXTS, settings=TEXTS, extras=TEXTS, **flags)
         object.__setattr__(self, "accepts", frozenset(self.accepts))
         for label in self.accepts:
             check_sampling(f"rule {self.name} accepts", label)
@@ -261,13 +267,15 @@ def rule(
     chain_only: bool = True,
     settings: Iterable[str] = (),
     extras: Iterable[str] = (),
+    splits_vocabulary: bool = False,
 ) -> Callable[[Callable[..., Verdict]], Rule]:
     """Decorator that makes an acceptance rule of a verify function; see :class:`Rule`."""
 
     def decorate(verify: Callable[..., Verdict]) -> Rule:
         # Rule's own checks make a frozenset and tuples of what is given.
         given: Any = {"accepts": accepts, "settings": settings, "extras": extras}
-        return Rule(verify, lossless=lossless, chain_only=chain_only, **given)
+        flags = {"chain_only": chain_only, "splits_vocabulary": splits_vocabulary}
+        return Rule(verify, lossless=lossless, **flags, **given)
 
     return decorate
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Key
 
 from specjax._util.arguments import DRAFTER, RULE, TARGET_DIST, validate_fields
 from specjax._util.errors import OptionError, PairError
-from specjax.core import probs
+from specjax.core import probs, vocabulary
 from specjax.core.commit import Cost, DraftOutcome, draft_depth, finish_round, path_logprobs
 from specjax.core.grammar_tables import under_grammars
 from specjax.core.protocols import (
@@ -98,9 +98,18 @@ class DraftVerify(Method):
             drafter_state=self.drafter.prefill_chunk(inputs, state, tokens, start, aux_states),
         )
 
+    @property
+    def splits_vocabulary(self) -> bool:
+        """Whether every part can do with a share of the vocabulary on each device."""
+        parts = (self.drafter, self.target, self.rule)
+        return all(part.splits_vocabulary for part in parts)
+
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         keys = probs.round_keys(state.keys, state.stats.rounds)
-        return self.conclude(inputs, state, keys, self.propose(inputs, state, keys))
+        # Settings of paths have counts of all ids.
+        splits = self.splits_vocabulary and inputs.warp.path is None
+        with vocabulary.split_over(inputs.target.config.shards if splits else 1):
+            return self.conclude(inputs, state, keys, self.propose(inputs, state, keys))
 
     def conclude(
         self, inputs: Inputs, state: DecodeState, keys: Key[Array, "B"], proposal: Proposal

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from specjax.core import probs
+from specjax.core import probs, vocabulary
 from specjax.core.cutoffs import cut_off, top_n_sigma
 from specjax.core.floor import kth_largest, nucleus_floor
 from specjax.core.types import Warp
@@ -32,13 +32,13 @@ def warp(logits: Float[Array, "B N V"], settings: Warp) -> Float[Array, "B N V"]
     greedy = settings.greedy[:, None]
 
     def argmax(x):
-        return probs.one_hot_log(jnp.argmax(x, axis=-1), x.shape[-1])
+        return probs.one_hot_log(vocabulary.argmax(x), x.shape[-1])
 
     def sampled(x):
-        top = jnp.max(x, axis=-1, keepdims=True)
+        top = vocabulary.largest(x, keepdims=True)
         x = (x - top) / _divisor(settings)[:, None]
         kept = _truncate(x, settings)
-        drawn = kept - jnp.log(jnp.sum(jnp.exp(kept), axis=-1, keepdims=True))
+        drawn = kept - jnp.log(vocabulary.total(jnp.exp(kept), keepdims=True))
         # In a batch of both kinds, both are computed and each row keeps its own.
         return jax.lax.cond(
             jnp.any(greedy), lambda: jnp.where(greedy, argmax(x), drawn), lambda: drawn
@@ -110,7 +110,7 @@ def truncate(logits: Float[Array, "B N V"], settings: Warp) -> Float[Array, "B N
     mass strictly above it is below p. So it keeps the token that crosses p, and at least one.
     """
     x, settings = _rows(logits, settings)
-    kept = _truncate(x - jnp.max(x, axis=-1, keepdims=True), settings) > probs.NEVER
+    kept = _truncate(x - vocabulary.largest(x, keepdims=True), settings) > probs.NEVER
     return jnp.where(kept.reshape(logits.shape), logits, probs.NEVER)
 
 

@@ -210,7 +210,7 @@ class VerifyPass(Drafter):
         return self.candidates.shape
 
     def propose(self, inputs, state, keys) -> Proposal:
-        root = probs.at_token(state.tokens, state.length - 1)
+        root = probs.at_index(state.tokens, state.length - 1)
         draft = self.candidates.draft(inputs, state, keys, root, state.drafter_state, ~state.done)
         return Proposal(draft, state.drafter_state)
 
@@ -247,7 +247,7 @@ class SinglePass(Drafter):
 
     def propose(self, inputs, state, keys) -> Proposal:
         logits, known = state.drafter_state
-        root = probs.at_token(state.tokens, state.length - 1)
+        root = probs.at_index(state.tokens, state.length - 1)
         draft = self.candidates.draft(inputs, state, keys, root, logits, known & ~state.done)
         probes = probe_groups(self.adaptive, self.groups, root.shape[0], self.shape.nodes)
         return Proposal(draft.replace(probes=probes), state.drafter_state)

@@ -168,7 +168,7 @@ class Beam(ModelDrafter):
         one = jnp.ones((rows, 1), jnp.int32)
         return Beams(
             cache=cache,
-            tokens=probs.at_token(state.tokens, state.length - 1)[:, None],
+            tokens=probs.at_index(state.tokens, state.length - 1)[:, None],
             parents=one * NO_PARENT,
             valid=one > 0,
             token_log_q=jnp.zeros((rows, 1), jnp.float32),
@@ -260,8 +260,8 @@ class Beam(ModelDrafter):
         self, draft: Draft, beams: Beams, beam: Int[Array, "B"]
     ) -> tuple[Draft, Int[Array, "B γ+1"]]:
         """One beam of each row as a chain, and its nodes in the tree."""
-        node = probs.at_token(beams.node, beam)
-        depth = probs.at_token(jnp.asarray(tree.depths(beams.ancestors)), node)
+        node = probs.at_index(beams.node, beam)
+        depth = probs.at_index(jnp.asarray(tree.depths(beams.ancestors)), node)
         path = root_path(draft, node, depth)
         # A beam that ended early has a shorter path.
         on_path = jnp.arange(self.gamma + 1) <= depth[:, None]

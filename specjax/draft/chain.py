@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from specjax._util.arguments import COUNT, FLAG, validate_fields
 from specjax._util.checks import Check
 from specjax._util.errors import PairError
-from specjax.core import probs
+from specjax.core import probs, vocabulary
 from specjax.core.probs import Purpose
 from specjax.core.protocols import Proposal
 from specjax.core.types import (
@@ -72,6 +72,7 @@ class Chain(ModelDrafter):
     keep_logits: bool = False
     greedy: bool = False
     name = "chain"
+    splits_vocabulary = True
 
     def __post_init__(self):
         stop = Check(str, choices=STOPS)
@@ -168,7 +169,7 @@ class Chain(ModelDrafter):
 
         node = jnp.broadcast_to(step + 1, (log_q.shape[0], 1))
         if self.greedy:
-            token = jnp.argmax(log_q, axis=-1).astype(jnp.int32)
+            token = vocabulary.argmax(log_q).astype(jnp.int32)
         else:
             u = probs.uniforms(keys, Purpose.DRAFT, node)[:, 0]
             token = probs.sample(jnp.exp(log_q), u)
@@ -192,4 +193,4 @@ class Chain(ModelDrafter):
 
     def _is_sure(self, inputs: Inputs, logits: Float[Array, "B V"]) -> Bool[Array, "B"]:
         """Whether the draft's largest probability, at temperature 1, reaches ``tau1``."""
-        return jnp.exp(probs.log_softmax(logits).max(-1)) >= inputs.settings["tau1"]
+        return jnp.exp(vocabulary.largest(probs.log_softmax(logits))) >= inputs.settings["tau1"]

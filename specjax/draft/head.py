@@ -69,6 +69,7 @@ class HeadDrafter(ModelDrafter):
     """
 
     needs_head = True
+    splits_vocabulary = False  # its vocabulary is its own
 
     def aux_layers(self, inputs: Inputs) -> tuple[int, ...]:
         return head_config(draft_net(inputs)).layer_ids
@@ -241,7 +242,7 @@ class HeadBest(HeadDrafter):
         logits, carry = self.first_logits(inputs, state)
         logits = logits[:, None]
         calls = jnp.ones((rows,), jnp.int32)
-        root = probs.at_token(state.tokens, state.length - 1)
+        root = probs.at_index(state.tokens, state.length - 1)
         zero = jnp.zeros((rows, 1), jnp.int32)
         # In a row that does not draft, −inf at the root makes every candidate impossible.
         score = jnp.where(drafts, 0.0, probs.NEVER)[:, None]

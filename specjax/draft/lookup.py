@@ -31,6 +31,7 @@ class Lookup(Drafter):
     ends_early = True
     # The rule draws each token for its place. So what is written does not depend on the drafts.
     usual_rule = "match"
+    splits_vocabulary = True
 
     def __post_init__(self):
         validate_fields(self, gamma=COUNT, ngram=COUNT)
@@ -48,7 +49,7 @@ class Lookup(Drafter):
         ended = inputs.is_eos(drafted)
         after_eos = jnp.cumsum(ended, axis=1) - ended > 0
         valid = matched[:, None] & (at < state.length[:, None]) & ~after_eos
-        root = probs.at_token(state.tokens, state.length - 1)
+        root = probs.at_index(state.tokens, state.length - 1)
         return Proposal(Draft.chain(jnp.where(valid, drafted, 0), root=root, valid=valid))
 
     def _match(self, state: DecodeState) -> tuple[Int[Array, "B"], Bool[Array, "B"]]:
@@ -62,7 +63,7 @@ class Lookup(Drafter):
         for n in range(1, self.ngram + 1):
             # `same`: the last n tokens equal those that end at each position. From n − 1 to n only
             # one more token is compared. A longer match replaces a shorter one.
-            last = probs.at_token(state.tokens, jnp.maximum(state.length - n, 0))[:, None]
+            last = probs.at_index(state.tokens, jnp.maximum(state.length - n, 0))[:, None]
             earlier_token = jnp.roll(state.tokens, n - 1, axis=1)
             same &= (earlier_token == last) & (position >= n - 1)
             hit = same & earlier & (state.length >= n)[:, None]

@@ -18,9 +18,10 @@ class NoDraft(Drafter):
     name = "none"
     sampling = POINT_MASS
     usual_rule = "match"
+    splits_vocabulary = True
     shape = TreeShape.chain(0)
 
     def propose(self, inputs, state, keys) -> Proposal:
-        root = probs.at_token(state.tokens, state.length - 1)
+        root = probs.at_index(state.tokens, state.length - 1)
         nothing = jnp.zeros((root.shape[0], 0), jnp.int32)
         return Proposal(Draft.chain(nothing, root=root, valid=nothing > 0))

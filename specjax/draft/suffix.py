@@ -84,6 +84,7 @@ class Suffix(Drafter):
     ends_early = True
     # A draft may depend on other rows. With this rule, a row's tokens do not depend on its draft.
     usual_rule = "match"
+    splits_vocabulary = True
 
     def __post_init__(self):
         validate_fields(self, gamma=COUNT, ngram=COUNT, pool=COUNT)
@@ -120,7 +121,7 @@ class Suffix(Drafter):
         # The first end of sequence is drafted, nothing after it.
         ended = inputs.is_eos(drafted)
         valid = voted & (jnp.cumsum(ended, axis=1) - ended == 0)
-        root = probs.at_token(state.tokens, state.length - 1)
+        root = probs.at_index(state.tokens, state.length - 1)
         draft = Draft.chain(jnp.where(valid, drafted, 0), root=root, valid=valid)
         return Proposal(draft, (pool, state.length))
 
@@ -139,7 +140,7 @@ class Suffix(Drafter):
         same = jnp.broadcast_to(has_next, (rows, rows * size))
         length = jnp.zeros(same.shape, jnp.int32)
         for n in range(self.ngram):
-            last = probs.at_token(state.tokens, jnp.maximum(state.length - 1 - n, 0))
+            last = probs.at_index(state.tokens, jnp.maximum(state.length - 1 - n, 0))
             last = jnp.where(n < state.length, last, NOTHING)[:, None]
             same &= jnp.roll(pool.tokens, n, axis=1).reshape(-1) == last
             length += same
@@ -172,8 +173,8 @@ def _vote(
         agree = (token[:, :, None] == token[:, None, :]) & votes[:, None, :]
         first = jnp.argmax(votes, axis=1)
         most = jnp.argmax(jnp.where(votes, agree.sum(-1), 0), axis=1)
-        elected = jnp.where(probs.at_token(is_own, first), first, most)
-        chosen = probs.at_token(token, elected)
+        elected = jnp.where(probs.at_index(is_own, first), first, most)
+        chosen = probs.at_index(token, elected)
         return votes & (token == chosen[:, None]), (chosen, votes.any(1))
 
     # Unrolled, or a GPU's round would not be one CUDA graph: no graph holds the scan's writes.

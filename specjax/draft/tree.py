@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax._util.arguments import BRANCHING, COUNT, FLAG, validate_fields
-from specjax.core import probs, tree
+from specjax.core import probs, tree, vocabulary
 from specjax.core.probs import Purpose
 from specjax.core.protocols import Proposal
 from specjax.core.types import IID, NO_PARENT, WITHOUT_REPLACEMENT, Draft, TreeShape
@@ -37,6 +37,7 @@ class Tree(ModelDrafter):
 
     branching: tuple[int, ...] = (4, 2, 2)
     replacement: bool = False
+    splits_vocabulary = True
 
     def __post_init__(self):
         validate_fields(self, branching=BRANCHING, replacement=FLAG)
@@ -86,7 +87,7 @@ class Tree(ModelDrafter):
 
         logits, carry = self.first_logits(inputs, state)
         logits = logits[:, None]
-        tokens = probs.at_token(state.tokens, base)[:, None]
+        tokens = probs.at_index(state.tokens, base)[:, None]
         valid = jnp.ones((rows, 1), bool)
         active = self.can_draft(state)[:, None]
         log_qs = []
@@ -167,6 +168,6 @@ class Tree(ModelDrafter):
         nodes = jnp.asarray(self._levels[level], jnp.int32)
         node_keys = jax.vmap(lambda node: probs.draw_keys(keys, Purpose.DRAFT, node), out_axes=1)
         noise = probs.gumbel(node_keys(nodes), vocab, ~inputs.warp.greedy)
-        score, drawn = probs.top_k(log_q + noise, count)
+        score, drawn = vocabulary.top_k(log_q + noise, count, probs.top_k)
         possible = score.reshape(rows, -1) > probs.NEVER
         return drawn.reshape(rows, -1).astype(jnp.int32), possible

@@ -12,6 +12,7 @@ from specjax.models.forward_pass import (
     logits_of,
     num_params,
     param_shapes,
+    splits_tables,
 )
 from specjax.models.hf.read import load_pretrained
 from specjax.models.hf.write import save_pretrained
@@ -32,5 +33,6 @@ __all__ = [
     "num_params",
     "param_shapes",
     "save_pretrained",
+    "splits_tables",
     "to_hf",
 ]

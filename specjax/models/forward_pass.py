@@ -141,23 +141,35 @@ def is_fused(params: dict) -> bool:
 
 
 def logits_of(
-    cfg: ModelConfig, params: dict, hidden: Float[Array, "B N D"]
+    cfg: ModelConfig, params: dict, hidden: Float[Array, "B N D"], own: bool = False
 ) -> Float[Array, "B N V"]:
     """Logits of hidden states, in the model's dtype; −inf at the adaptive ids.
 
     Those ids are only inputs. No distribution that comes from these logits can emit them.
+
+    Args:
+      own: for a model whose tables are split (:func:`splits_tables`), only the logits ``[B, N, v]``
+        of this device's share. At ids that pad the last share they are any numbers.
     """
-    logits = sharding.gather_logits(linear(hidden, head_matrix(cfg, params)), cfg.vocab_size)
+    shards = cfg.shards if own else 1
+    logits = linear(hidden, head_matrix(cfg, params))
+    if not own:
+        logits = sharding.gather_logits(logits, cfg.vocab_size)
     if cfg.head_bias:
-        logits = logits + params["head_bias"]
+        logits = logits + sharding.own_entries(params["head_bias"], shards)
     cap = cfg.logit_softcap
     if cap is not None:
         logits = cap * jnp.tanh(logits / cap)
     # A numpy mask is known at trace time: a model without such ids gets no operation for them.
-    is_adaptive = np.isin(np.arange(logits.shape[-1]), cfg.adaptive_ids)
+    is_adaptive = np.isin(np.arange(cfg.vocab_size), cfg.adaptive_ids)
     if not is_adaptive.any():
         return logits
-    return jnp.where(is_adaptive, -jnp.inf, logits)
+    return jnp.where(sharding.own_entries(is_adaptive, shards), -jnp.inf, logits)
+
+
+def splits_tables(cfg: ModelConfig, params: dict) -> bool:
+    """Whether this device has a share of the output table, seen inside ``shard_map``."""
+    return head_matrix(cfg, params).shape[0] < cfg.vocab_size
 
 
 def module_of(cfg: ModelConfig, params: dict) -> Decoder:

@@ -181,6 +181,13 @@ def own_part(x: Array | np.ndarray, shards: int) -> Array:
     return jax.lax.dynamic_slice_in_dim(jnp.asarray(x), jax.lax.axis_index(AXIS) * size, size)
 
 
+def own_entries(x: Array | np.ndarray, shards: int) -> Array | np.ndarray:
+    """:func:`own_part` of an array ``[V]`` with an entry per id, padded as the tables are."""
+    if shards == 1:
+        return x
+    return own_part(jnp.pad(x, (0, -x.shape[0] % shards)), shards)
+
+
 def look_up(
     table: Float[Array, "v D"] | Quantized | ReplacedRows, ids: Int[Array, "B N"], rows: int
 ) -> Float[Array, "B N D"]:

@@ -179,7 +179,7 @@ class BeamSearch(Method):
         """Logits after every running beam."""
         beam = state.method_state
         at = jnp.repeat(state.length - 1 + beam.generated, self.beams)
-        last = probs.at_token(beam.running.tokens.reshape(at.shape[0], -1), at)[:, None]
+        last = probs.at_index(beam.running.tokens.reshape(at.shape[0], -1), at)[:, None]
         logits, cache, _ = inputs.target.logits(beam.cache, last, at)
         return logits.reshape(-1, self.beams, logits.shape[-1]), cache
 
@@ -268,7 +268,7 @@ class BeamSearch(Method):
         beam = state.method_state
         count = beam.lengths[:, 0]
         end = state.length + jnp.where(done, count, 0)
-        last = probs.at_token(beam.finished.tokens[:, 0], jnp.maximum(end - 1, 0))
+        last = probs.at_index(beam.finished.tokens[:, 0], jnp.maximum(end - 1, 0))
         reason = jnp.where(inputs.is_eos(last), STOP_EOS, STOP_LENGTH)
         # Only in the round in which a row ends: its beams go on after that, but nobody reads them.
         written = done[:, None] & (jnp.arange(state.capacity) >= state.length[:, None])

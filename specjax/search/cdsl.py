@@ -208,7 +208,7 @@ class CDSL(Method):
         last = last_two(state)
         with_log_q = self.accept == RATIO
         draft = draft_greedily(inputs, cache, last, start - 1, ~state.done, self.d, with_log_q)
-        root = probs.at_token(state.tokens, start)
+        root = probs.at_index(state.tokens, start)
         nodes = jnp.append(root[:, None], draft.tokens, axis=1)
         logits, cache, _ = inputs.target.logits(state.cache, nodes, start)
         log_p = probs.at_token(probs.log_softmax(logits[:, :-1]), draft.tokens)
@@ -264,7 +264,7 @@ class CDSL(Method):
             n = jnp.where(is_s1, work.verified, 0)
 
         # A path that ends the text is final, whatever its reward.
-        last = probs.at_token(work.path, jnp.maximum(n - 1, 0))
+        last = probs.at_index(work.path, jnp.maximum(n - 1, 0))
         ended = done | ((n > 0) & inputs.is_eos(last))
         is_s2_or_s3 = ~agreed & ~ended & (self.b > 0)
         # S1 without a token has nothing to emit: it takes a lookahead token, as S4 does. So do S2
@@ -304,7 +304,7 @@ class CDSL(Method):
     def check_reward(self, inputs: Inputs, work: Round, values: Float[Array, "B 1"]) -> Round:
         """S2, S3: ends the extension of rows that reach r_t, or have no token left to append."""
         reached = work.extending & (values[:, 0] >= inputs.settings["r_t"])
-        token = probs.at_token(work.path, jnp.maximum(work.count - 1, 0))
+        token = probs.at_index(work.path, jnp.maximum(work.count - 1, 0))
         no_more = (work.num_extended >= self.b) | inputs.is_eos(token)
         failed = work.extending & ~reached & no_more
         # A row that failed drops the appended tokens and goes on as in S4.
@@ -358,8 +358,8 @@ class CDSL(Method):
     ) -> Round:
         """S4: the best candidate on the path of the rows that need one."""
         best = choose(values, candidates.possible)
-        token = probs.at_token(candidates.tokens, best)
-        logprob = probs.at_token(candidates.logprobs, best)
+        token = probs.at_index(candidates.tokens, best)
+        logprob = probs.at_index(candidates.logprobs, best)
         return self._append(work, work.needs_lookahead, token, logprob)
 
     def finish(self, inputs: Inputs, state: DecodeState, work: Round) -> DecodeState:
@@ -378,8 +378,8 @@ class CDSL(Method):
 
     def _last_token(self, state: DecodeState, work: Round) -> Int[Array, "B"]:
         """The last token of each row's path, or its root."""
-        root = probs.at_token(state.tokens, state.length - 1)
-        last = probs.at_token(work.path, jnp.maximum(work.count - 1, 0))
+        root = probs.at_index(state.tokens, state.length - 1)
+        last = probs.at_index(work.path, jnp.maximum(work.count - 1, 0))
         return jnp.where(work.count > 0, last, root)
 
     def _append(

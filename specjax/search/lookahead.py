@@ -261,7 +261,7 @@ class Lookahead(Method):
     ) -> tuple[DecodeState, LookaheadRound, Lanes]:
         """The target's candidates and their lookaheads."""
         base = state.length - 1
-        root = probs.at_token(state.tokens, base)
+        root = probs.at_index(state.tokens, base)
         logits, cache, _ = inputs.target.logits(state.cache, root[:, None], base)
         candidates = best_candidates(logits[:, 0], self.k)
         active = candidates.possible & ~state.done[:, None]
@@ -287,7 +287,7 @@ class Lookahead(Method):
     ) -> tuple[DecodeState, Int[Array, "B 1"]]:
         """The state with the best candidate at each row's end, and that token."""
         best = choose(values, work.candidates.possible)
-        token = probs.at_token(work.candidates.tokens, best)[:, None]
+        token = probs.at_index(work.candidates.tokens, best)[:, None]
         zero = jnp.zeros_like(best, jnp.int32)
         verdict = Verdict(zero[:, None], zero, zero, token, zero + 1)
         target_calls = 1
@@ -298,6 +298,6 @@ class Lookahead(Method):
             target_calls = 1 + work.calls
         logprobs = None
         if state.logprobs is not None:
-            logprobs = probs.at_token(work.candidates.logprobs, best)[:, None]
+            logprobs = probs.at_index(work.candidates.logprobs, best)[:, None]
         cost = Cost(target_calls, 1 + work.passes, draft_calls)
         return finish_round(inputs, state, verdict, logprobs, cost), token

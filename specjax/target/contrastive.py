@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from specjax._util.arguments import FLAG, validate_fields
 from specjax._util.checks import Check
-from specjax.core import probs
+from specjax.core import probs, vocabulary
 from specjax.core.protocols import TargetDist
 from specjax.core.scoring import score
 from specjax.models.cache import commit_path
@@ -37,6 +37,7 @@ class Contrastive(TargetDist):
     own_passes: bool = False
     needs_draft = True
     follows_paths = True
+    splits_vocabulary = True
     settings = ("alpha", "beta")
 
     def __post_init__(self):
@@ -113,10 +114,10 @@ def contrast(
     amateur = amateur.astype(jnp.float32)
     # A token that the amateur excludes would score +inf: use the smallest finite logit instead.
     is_finite = amateur > probs.NEVER
-    smallest = jnp.min(jnp.where(is_finite, amateur, jnp.inf), axis=-1, keepdims=True)
+    smallest = vocabulary.least(jnp.where(is_finite, amateur, jnp.inf), keepdims=True)
     amateur = jnp.where(is_finite, amateur, smallest)
 
-    plausible = expert >= jnp.log(alpha) + expert.max(-1, keepdims=True)
+    plausible = expert >= jnp.log(alpha) + vocabulary.largest(expert, keepdims=True)
     if variant == ORIGINAL:
         scores = probs.log_softmax(expert) - probs.log_softmax(amateur)
     else:

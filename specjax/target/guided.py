@@ -45,6 +45,7 @@ class Guided(TargetDist):
     negative: tuple[int, ...] = ()
     settings = ("guidance_scale",)
     follows_paths = True
+    splits_vocabulary = True
     target_calls = 1
 
     def __post_init__(self):

@@ -13,6 +13,7 @@ class Warped(TargetDist):
     """The target model's distribution under the run's sampling settings."""
 
     follows_paths = True
+    splits_vocabulary = True
 
     def log_p(self, inputs, state, draft, logits):
         return node_law(inputs, state, draft, logits), state.target_state

@@ -15,6 +15,7 @@ from specjax.verify.verdicts import chain_verdict, count_leading, draft_length
     lossless=False,
     settings=("tau2",),
     extras=("raw_log_p",),
+    splits_vocabulary=True,
 )
 def bild(keys, draft, log_p, *, tau2, raw_log_p):
     """Accept draft tokens before the first with ``−log p(x) > τ₂``, where p is unwarped.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from specjax.core import probs
+from specjax.core import probs, vocabulary
 from specjax.core.protocols import rule
 from specjax.core.types import IID, POINT_MASS
 from specjax.verify.speculative_sampling import speculative
@@ -23,7 +23,7 @@ from specjax.verify.verdicts import (
 )
 
 
-@rule(accepts=(IID, POINT_MASS), lossless=True)
+@rule(accepts=(IID, POINT_MASS), lossless=True, splits_vocabulary=True)
 def block(keys, draft, log_p):
     """Accept the **longest** prefix that passes, even if shorter ones fail.
 
@@ -51,7 +51,7 @@ def block(keys, draft, log_p):
     p = jnp.exp(probs.at_node(log_p, accepted))
     q = jnp.exp(log_q_after(draft, accepted, log_p.shape[-1]))
     weight_from_0 = jnp.pad(weight, ((0, 0), (1, 0)), constant_values=1.0)  # w_0 … w_γ
-    w = probs.at_token(weight_from_0, accepted)
+    w = probs.at_index(weight_from_0, accepted)
     weights = jnp.where(refused[:, None], probs.residual(w[:, None] * p, q), p)
     # Every draft token was tested, including those after the accepted ones.
     return chain_verdict(keys, draft, accepted, refused, weights, tested=gamma)
@@ -73,7 +73,7 @@ def _prefix_chances(draft, log_p, weight):
     # p and q of the token after each prefix of 1 … γ − 1 tokens.
     p = jnp.exp(log_p[:, 1:-1])
     q = jnp.exp(all_log_q(draft, log_p.shape[-1])[:, 1:])
-    z = jnp.maximum(weight[:, :-1, None] * p - q, 0.0).sum(-1)
+    z = vocabulary.total(jnp.maximum(weight[:, :-1, None] * p - q, 0.0))
     # 0/0 only if w_i = 1 and p = q after the prefix: the prefix then passes surely.
     denominator = z + 1.0 - weight[:, :-1]
     chance = jnp.where(denominator > 0, z / jnp.where(denominator > 0, denominator, 1.0), 1.0)

@@ -29,6 +29,7 @@ class _MatchWalk(NamedTuple):
     lossless=True,
     chain_only=False,
     extras=("written",),
+    splits_vocabulary=True,
 )
 def match(keys, draft, log_p, *, written=0):
     """Draw y ~ p at the node; go on to the child that carries y, else stop and emit y.

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from specjax.core import probs
+from specjax.core import probs, vocabulary
 from specjax.core.protocols import rule
 from specjax.core.types import IID, POINT_MASS
 from specjax.verify.verdicts import (
@@ -33,7 +33,7 @@ _MAX_ALPHA_STEPS = 40
 _MAX_B_STEPS = 64
 
 
-@rule(accepts=(IID, POINT_MASS), lossless=False, settings=("max_kl",))
+@rule(accepts=(IID, POINT_MASS), lossless=False, settings=("max_kl",), splits_vocabulary=True)
 def mentored(keys, draft, log_p, *, max_kl):
     """Accept x while ``u ≤ p(x)/(α q(x))``; else draw from ``norm(max(0, b p − q))``.
 
@@ -61,9 +61,9 @@ def mentored(keys, draft, log_p, *, max_kl):
     # p, q and b of the token after the accepted ones.
     p = jnp.exp(probs.at_node(log_p, accepted))
     q = jnp.exp(log_q_after(draft, accepted, log_p.shape[-1]))
-    b = probs.at_token(b, jnp.minimum(accepted, b.shape[1] - 1))[:, None]
+    b = probs.at_index(b, jnp.minimum(accepted, b.shape[1] - 1))[:, None]
     residual = jnp.maximum(b * p - q, 0.0)
-    residual = jnp.where(residual.sum(-1, keepdims=True) > 0, residual, p)
+    residual = jnp.where(vocabulary.total(residual, keepdims=True) > 0, residual, p)
     weights = jnp.where(refused[:, None], residual, p)
     return chain_verdict(keys, draft, accepted, refused, weights)
 
@@ -129,7 +129,7 @@ class _DraftAndTarget(NamedTuple):
         """
         is_cut = self.log_ratio > log_a[..., None]  # q > A p
         log_share = jnp.minimum(log_a[..., None] - self.log_ratio, 0.0)
-        refused = -jnp.sum(jnp.where(is_cut, self.q * jnp.expm1(log_share), 0.0), axis=-1)
+        refused = -vocabulary.total(jnp.where(is_cut, self.q * jnp.expm1(log_share), 0.0))
 
         def is_falling(carry):
             b, previous, step = carry
@@ -138,22 +138,22 @@ class _DraftAndTarget(NamedTuple):
         def newton_step(carry):
             b, _, step = carry
             is_raised = self.log_ratio < jnp.log(b)[..., None]  # q < b p
-            mass_p = jnp.sum(jnp.where(is_raised, self.p, 0.0), axis=-1)
-            mass_q = jnp.sum(jnp.where(is_raised, self.q, 0.0), axis=-1)
+            mass_p = vocabulary.total(jnp.where(is_raised, self.p, 0.0))
+            mass_q = vocabulary.total(jnp.where(is_raised, self.q, 0.0))
             lower = (refused + mass_q) / jnp.where(mass_p > 0, mass_p, 1.0)
             return jnp.where(mass_p > 0, jnp.minimum(lower, b), b), b, step + 1
 
         # b is at most 1, so 2.0 as its previous value lets the first step run.
         b = jax.lax.while_loop(is_falling, newton_step, (b, jnp.full_like(b, 2.0), jnp.int32(0)))[0]
         kl = self.kl(log_a, b)
-        mass = jnp.sum(jnp.where(is_cut, self.p, 0.0), axis=-1)
+        mass = vocabulary.total(jnp.where(is_cut, self.p, 0.0))
         slope = mass * (jnp.exp(log_a) / b - 1.0)
         return b, kl, jnp.where(jnp.isfinite(slope), slope, 0.0)
 
     def kl(self, log_a, b):
         """KL(p‖π) of ``π = clip(q, b p, A p)``."""
         level = jnp.clip(self.log_ratio, jnp.log(b)[..., None], log_a[..., None])
-        return -jnp.sum(jnp.where(self.p > 0, self.p * level, 0.0), axis=-1)
+        return -vocabulary.total(jnp.where(self.p > 0, self.p * level, 0.0))
 
 
 class _AlphaSearch(NamedTuple):
@@ -172,7 +172,7 @@ class _AlphaSearch(NamedTuple):
         """From 0 to the value that accepts all of p's support."""
         zero = jnp.zeros_like(bound)
         # By log p: exp(log p) may round to 0 in float32, and such tokens count, too.
-        top = jnp.max(jnp.where(log_p > probs.NEVER, pair.log_ratio, 0.0), axis=-1)
+        top = vocabulary.largest(jnp.where(log_p > probs.NEVER, pair.log_ratio, 0.0))
         top_b, top_kl, _ = pair.solve_b(top, jnp.ones_like(bound))
         top_fits = top_kl <= bound
         return cls(

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.core import probs
+from specjax.core import probs, vocabulary
 from specjax.core.protocols import rule
 from specjax.core.types import DETERMINISTIC, IID, POINT_MASS, ROOT, WITHOUT_REPLACEMENT, Draft
 from specjax.verify.verdicts import acceptance_uniforms, tree_verdict
@@ -28,7 +28,10 @@ class _SiblingWalk(NamedTuple):
 
 
 @rule(
-    accepts=(IID, WITHOUT_REPLACEMENT, DETERMINISTIC, POINT_MASS), lossless=True, chain_only=False
+    accepts=(IID, WITHOUT_REPLACEMENT, DETERMINISTIC, POINT_MASS),
+    lossless=True,
+    chain_only=False,
+    splits_vocabulary=True,
 )
 def specinfer(keys, draft, log_p):
     """Try a node's children in the order in which they were drawn.
@@ -58,9 +61,9 @@ def specinfer(keys, draft, log_p):
         failed = is_child & ~passed
 
         residual = probs.residual(walk.p, q)
-        residual = residual / residual.sum(-1, keepdims=True)
+        residual = residual / vocabulary.total(residual, keepdims=True)
         p = jnp.where(failed[:, None], residual, walk.p)
-        tried = walk.tried | (failed[:, None] & (jnp.arange(vocab) == x[:, None]))
+        tried = walk.tried | (failed[:, None] & (vocabulary.ids(vocab) == x[:, None]))
         return _SiblingWalk(
             node=jnp.where(passed, i, walk.node).astype(jnp.int32),
             depth=walk.depth + passed,
@@ -90,5 +93,5 @@ def _draft_distribution(draft: Draft, i, x, tried, vocab) -> Float[Array, "B V"]
     if draft.sampling == WITHOUT_REPLACEMENT:
         q = jnp.where(tried, 0.0, q)
         # If all of q's mass was tried, the sum is 0: dividing by `tiny` gives 0 and no NaN.
-        q = q / jnp.maximum(q.sum(-1, keepdims=True), jnp.finfo(q.dtype).tiny)
+        q = q / jnp.maximum(vocabulary.total(q, keepdims=True), jnp.finfo(q.dtype).tiny)
     return q

@@ -17,7 +17,7 @@ from specjax.verify.verdicts import (
 )
 
 
-@rule(accepts=(IID, POINT_MASS), lossless=True)
+@rule(accepts=(IID, POINT_MASS), lossless=True, splits_vocabulary=True)
 def speculative(keys, draft, log_p):
     """Accept x_i while ``u_i ≤ p(x_i)/q(x_i)``.
 

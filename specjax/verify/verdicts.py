@@ -45,7 +45,7 @@ def log_q_after(draft: Draft, node: Int[Array, "B"], vocab: int) -> Float[Array,
     """
     if draft.log_q is None:
         next_node = jnp.minimum(node + 1, draft.tokens.shape[1] - 1)
-        return probs.one_hot_log(probs.at_token(draft.tokens, next_node), vocab)
+        return probs.one_hot_log(probs.at_index(draft.tokens, next_node), vocab)
     return probs.at_node(draft.log_q, jnp.minimum(node, draft.log_q.shape[1] - 1))
 
 
@@ -129,7 +129,7 @@ def root_path(draft: Draft, node: Int[Array, "B"], depth: Int[Array, "B"]) -> In
     # few and tiny, and on a GPU each would wait for the one before.
     upward = [node]
     for _ in range(draft.shape.depth):
-        parent = probs.at_token(jnp.asarray(draft.parents), upward[-1])
+        parent = probs.at_index(jnp.asarray(draft.parents), upward[-1])
         upward.append(jnp.where(upward[-1] == ROOT, ROOT, parent))
 
     steps = depth[:, None] - position
