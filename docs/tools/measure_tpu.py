@@ -6,7 +6,9 @@ It compiles the round of each method for a topology with libtpu (the `tpu` extra
 - modeled cycles by part, relative to streaming the weights and the cache's positions once through
   the matrix unit;
 - the memory of one chip: weights, caches and all other state, and what the loop takes besides;
-- the exchanges between chips.
+- the exchanges between chips: in the program, and in a round those that draw tokens, with the KB
+  that they bring each chip. With ``--gather`` every chip has all logits, as methods need that
+  read whole distributions.
 
 The cycles are the compiler's cost model and no measurement. A loop over blocks of a cache counts as
 many turns as the rows' lengths take (``--held``, by the target's heads).
@@ -19,6 +21,7 @@ kernel.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import math
 import re
@@ -35,6 +38,7 @@ from tpu_cycles import (
     EXCHANGES,
     bytes_per_cycle,
     cycles,
+    exchanged,
     products_per_cycle,
     without_sparse_cores,
 )
@@ -59,6 +63,7 @@ from specjax.models.attention.long_cache import (
 )
 from specjax.models.cache import row_bytes
 from specjax.models.quantization import param_bytes, parse_scheme
+from specjax.models.sharding import PARTIAL_SUMS
 from specjax.registry import METHODS
 from specjax.runtime.generate import make_engine
 
@@ -82,6 +87,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--quantize", type=parse_scheme, metavar="SCHEME", help="int8, int4:128, …")
     parser.add_argument("--cache-dtype", choices=["int8"])
     parser.add_argument("--topology", default="v6e:2x2", help="v5e:2x4, v5p:2x2x1, …")
+    parser.add_argument("--gather", action="store_true", help="all logits on every chip")
     parser.add_argument("--mesh", type=mesh_axes, default={"data": 1, "model": 1})
     parser.add_argument("--dump", type=int, nargs=3, help=argparse.SUPPRESS)  # compile a kernel
     args = parser.parse_args(argv)
@@ -106,6 +112,8 @@ def main(argv: list[str] | None = None) -> None:
         "over the limit",
         *memory,
         *EXCHANGES[:2],
+        "to draw",
+        "KB to draw",
         "seconds",
     ]
     print(f"| {' | '.join(heads)} |\n| --- |" + " ---: |" * (len(heads) - 1))
@@ -122,13 +130,19 @@ def row(args: argparse.Namespace, method: str, rows: int) -> list[str]:
         abstract(SHAPES[DRAFTS[args.target]], mesh, args) if METHODS[method].needs_draft else None
     )
     engine = make_engine(target, draft, METHODS[method], dict(args.options), greedy=False)
+    if args.gather:
+        rule = dataclasses.replace(engine.method.rule, splits_vocabulary=False)
+        method_with_gather = dataclasses.replace(engine.method, rule=rule)
+        engine = dataclasses.replace(engine, method=method_with_gather)
     began = time.perf_counter()
     compiled = lower_rounds(engine, rows, args.capacity, mesh).compile()
     seconds, text = time.perf_counter() - began, compiled.as_text()
     passes = getattr(getattr(engine.method, "drafter", None), "gamma", 0)
     counts = blocks_read(target, rows, args, args.held or [args.capacity], target.net.narrow(rows))
     counts |= {DRAFTING: max(passes - 1, 1), SEARCHING: SEARCH_TURNS, COUNTING: 0}
-    counted = cycles(text, part_of, functools.partial(turns, counts), loop=True)
+    count = functools.partial(turns, counts)
+    counted = cycles(text, part_of, count, loop=True)
+    drawing = exchanged(text, count, without=PARTIAL_SUMS, loop=True)
     streamed = held(target, rows, args) + (passes * held(draft, rows, args) if draft else 0)
     limit = streamed / bytes_per_cycle(mesh.devices.flat[0])
     memory = compiled.memory_analysis()
@@ -142,6 +156,8 @@ def row(args: argparse.Namespace, method: str, rows: int) -> list[str]:
         f"{counted.total() / limit:.2f}",
         *(f"{size / 1e6:,.0f}" for size in sizes),
         *map(str, exchanges),
+        str(drawing.count),
+        f"{drawing.bytes / 1e3:,.1f}",
         f"{seconds:.0f}",
     ]
 

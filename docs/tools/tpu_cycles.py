@@ -8,9 +8,11 @@ cost model and are no measurement. Use them for ratios within one chip. Calls in
 from __future__ import annotations
 
 import collections
+import math
 import os
 import re
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +35,47 @@ def cycles(
     traced program, with its named scopes. A conditional costs its most expensive branch. The text
     has no cycles for a kernel's call, so ``calls(instruction)`` must give them.
     """
+
+    def count(path: str, line: str) -> collections.Counter:
+        if said := _first(r'"estimated_cycles":"(\d+)"', line):
+            return collections.Counter({part_of(path, line): int(said)})
+        if " custom-call(" in line:
+            return collections.Counter({part_of(path, line): calls(line)})
+        return collections.Counter()
+
+    return _totals(text, count, turns, loop)
+
+
+class Exchanged(NamedTuple):
+    """How many exchanges there are, and the bytes that they bring each device."""
+
+    count: int
+    bytes: int
+
+
+def exchanged(text: str, turns: Turns, without: str, loop: bool = False) -> Exchanged:
+    """The exchanges between devices in a program, or in one turn of its first loop.
+
+    Those in the scope ``without`` do not count.
+    """
+
+    def count(path: str, line: str) -> collections.Counter:
+        kind = re.search(rf" ({'|'.join(EXCHANGES)})(-start)?\(", line)
+        if not kind or without in path.split("/"):
+            return collections.Counter()
+        arrays = re.findall(r"[a-z](\d+)\[([\d,]*)\]", line[: kind.start()].split(" = ")[1])
+        if kind.group(2) and kind.group(1) != "all-reduce":
+            arrays = arrays[1:]  # the operand comes before the result
+        return collections.Counter(exchanges=1, bytes=sum(_bytes_of(*array) for array in arrays))
+
+    found = _totals(text, count, turns, loop)
+    return Exchanged(found["exchanges"], found["bytes"])
+
+
+def _totals(
+    text: str, count: Callable[[str, str], collections.Counter], turns: Turns, loop: bool
+) -> collections.Counter:
+    """The sum of ``count(path, instruction)`` over a program, or one turn of its first loop."""
     computations, entry = _computations(text)
     if loop:
         first = next(line for line in computations[entry] if " while(" in line)
@@ -48,10 +91,8 @@ def cycles(
                 total.update({part: times * count for part, count in body.items()})
             elif " conditional(" in line:
                 total.update(max(map(cost, _branches(line)), key=lambda c: c.total()))
-            elif said := _first(r'"estimated_cycles":"(\d+)"', line):
-                total[part_of(path, line)] += int(said)
-            elif " custom-call(" in line:
-                total[part_of(path, line)] += calls(line)
+            else:
+                total.update(count(path, line))
         return total
 
     return cost(entry)
@@ -81,6 +122,11 @@ def _product(device: jax.Device, rows: int, shape: tuple[int, int]) -> int:
     x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=one) for s in ((rows, shape[1]), shape))
     product = jax.jit(lambda x, w: jnp.einsum("ni,oi->no", x, w)).lower(x, w).compile()
     return cycles(product.as_text(), lambda path, line: "", lambda path: 1).total()
+
+
+def _bytes_of(bits: str, shape: str) -> int:
+    """Of an array such as ``f32[8,7]``."""
+    return int(bits) // 8 * math.prod(int(size) for size in shape.split(",") if size)
 
 
 def _counted(computations: dict[str, list[str]], line: str) -> int:

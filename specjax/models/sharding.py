@@ -29,6 +29,7 @@ AXIS = "model"
 FSDP = "fsdp"  # of a mesh for training: devices along it have different rows, and share the params
 # Smaller arrays are not split along FSDP: to gather them costs more than a share saves.
 SMALLEST_SHARED = 1 << 12  # elements
+PARTIAL_SUMS = "partial sums"  # the scope of sums over devices in a compiled program
 EXPERTS = "experts"  # the first axis of the weights of experts, each of which has one of its own
 VOCABULARY = "vocab"  # the first axis of tables: embedding and head
 RULES = {  # the mesh axis that a weight's axis is split along; None: each device has all of it
@@ -166,6 +167,7 @@ def axes_of(rows: NamedSharding) -> tuple[str, ...]:
     return tuple(names)
 
 
+@jax.named_scope(PARTIAL_SUMS)
 def psum_shards(x: Float[Array, "..."], shards: int) -> Float[Array, "..."]:
     """The sum of the devices' partial products, on every device."""
     if shards == 1:
@@ -188,6 +190,7 @@ def own_entries(x: Array | np.ndarray, shards: int) -> Array | np.ndarray:
     return own_part(jnp.pad(x, (0, -x.shape[0] % shards)), shards)
 
 
+@jax.named_scope(PARTIAL_SUMS)
 def look_up(
     table: Float[Array, "v D"] | Quantized | ReplacedRows, ids: Int[Array, "B N"], rows: int
 ) -> Float[Array, "B N D"]:
