@@ -1,4 +1,4 @@
-"""Decoding on several devices; eight_devices.py runs in a process that simulates eight."""
+"""Decoding on several devices; eight_devices*.py run in a process that simulates eight."""
 
 import os
 import subprocess
@@ -16,15 +16,17 @@ from specjax.models.placement import param_specs, place
 from specjax.models.sharding import split_config
 from support.variant_models import build
 
-CASES = Path(__file__).with_name("eight_devices.py")
+CASES = [Path(__file__).with_name(f"eight_devices{part}.py") for part in ("", "_vocabulary")]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.sweep)])
 def test_eight_devices_give_what_one_gives(which):
     devices = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    command = [sys.executable, "-m", "pytest", CASES, "-m", which, "-p", "no:xdist", "-rf"]
-    result = subprocess.run(command, env=devices, capture_output=True, text=True, cwd=CASES.parent)
+    command = [sys.executable, "-m", "pytest", *CASES, "-m", which, "-p", "no:xdist", "-rf"]
+    result = subprocess.run(
+        command, env=devices, capture_output=True, text=True, cwd=CASES[0].parent
+    )
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
     assert " passed" in result.stdout and "skipped" not in result.stdout
 

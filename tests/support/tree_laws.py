@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.core import probs
+from specjax.core import probs, vocabulary
 from specjax.core.probs import Purpose
 from specjax.core.types import DETERMINISTIC, IID, NO_PARENT, WITHOUT_REPLACEMENT, Draft, TreeShape
 from support import laws
@@ -73,10 +73,15 @@ def draw(keys, row, children, law):
     score = jnp.log(row)
     if law == WITHOUT_REPLACEMENT:
         node_keys = probs.draw_keys(keys, Purpose.DRAFT, children[0])
-        score += jax.vmap(lambda key: jax.random.gumbel(key, row.shape[1:]))(node_keys)
-    # argsort, because top_k takes seconds over so many rows of three entries.
-    drawn = jnp.argsort(-score, axis=1)[:, : len(children)]
-    return drawn, jnp.take_along_axis(score, drawn, axis=1) > probs.NEVER
+        score += probs.gumbel(node_keys, row.shape[1], jnp.ones(row.shape[:1], bool))
+    best, drawn = vocabulary.top_k(score, len(children), by_sorting)
+    return drawn, best > probs.NEVER
+
+
+def by_sorting(x, count):
+    """``jax.lax.top_k``, which takes seconds over so many rows of three entries."""
+    index = jnp.argsort(-x, axis=1)[:, :count]
+    return jnp.take_along_axis(x, index, axis=1), index
 
 
 LAWS = {
