@@ -2,8 +2,8 @@
 
 Each program of the loop runs on every device, on its part of the arrays: its rows along ``data``,
 its share of the heads along ``model``. No array of the state ever moves between devices, and the
-rows of one device never wait for those of another. The logits that a rule reads are the same on
-all devices of ``model``.
+rows of one device never wait for those of another. The devices of ``model`` draw the same tokens,
+from shares of the logits (:mod:`specjax.core.vocabulary`) or from whole copies of them.
 """
 
 from __future__ import annotations
