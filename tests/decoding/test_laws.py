@@ -104,7 +104,7 @@ def block_without_the_cap(keys, draft, log_p):
     before = jnp.pad(weight, ((0, 0), (1, 0)), constant_values=1.0)
     p = jnp.exp(probs.at_node(log_p, accepted))
     q = jnp.exp(log_q_after(draft, accepted, log_p.shape[-1]))
-    left = probs.residual(probs.at_token(before, accepted)[:, None] * p, q)
+    left = probs.residual(probs.at_index(before, accepted)[:, None] * p, q)
     refused = accepted < gamma
     return chain_verdict(keys, draft, accepted, refused, jnp.where(refused[:, None], left, p))
 

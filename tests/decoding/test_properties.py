@@ -46,7 +46,7 @@ class RandomTree(sj.Drafter):
         parents, kept = (inputs.settings[n].astype(jnp.int32) for n in ("parents", "kept"))
         nodes = jnp.broadcast_to(jnp.arange(NODES), (rows, NODES))
         drawn = jnp.int32(VOCAB * (1 - probs.uniforms(keys, Purpose.DRAFT, nodes)))
-        root = probs.at_token(state.tokens, state.length - 1)
+        root = probs.at_index(state.tokens, state.length - 1)
         tokens = drawn.at[:, ROOT].set(root)
         ended, valid = inputs.is_eos(tokens).at[:, ROOT].set(False), [~state.done]
         for i in range(1, NODES):
