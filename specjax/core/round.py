@@ -106,8 +106,9 @@ class DraftVerify(Method):
 
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         keys = probs.round_keys(state.keys, state.stats.rounds)
-        # Settings of paths have counts of all ids.
-        splits = self.splits_vocabulary and inputs.warp.path is None
+        # Settings of paths have counts of all ids, and grammars masks of them.
+        needs_all = inputs.warp.path is not None or inputs.grammars is not None
+        splits = self.splits_vocabulary and not needs_all
         with vocabulary.split_over(inputs.target.config.shards if splits else 1):
             return self.conclude(inputs, state, keys, self.propose(inputs, state, keys))
 
