@@ -29,7 +29,8 @@ from infer.bench.estimates import Row
 from infer.bench.metrics.protocol import Metric
 from infer.bench.metrics.settings import JUDGE_KEY, Settings
 from infer.bench.metrics.table import make_metric
-from infer.bench.peers import TransformersPeer, peer_rows
+from infer.bench.peer_process import Job
+from infer.bench.peers import Peer, peer_rows, peer_weights
 from infer.bench.predictions import Curve, add_expected, pass_widths
 from infer.bench.questions import Question, read_questions
 from infer.bench.report import markdown, plotted, read_beside, show, write
@@ -51,11 +52,11 @@ PEER_GAMMA = 4  # the peer's draft length if no case has a fixed one
 
 
 class Models(NamedTuple):
-    """Target and draft, and the directories that a peer loads the same weights from."""
+    """Target and draft, and the files or directories that a peer loads the same weights from."""
 
     target: sj.LM
     draft: sj.LM | None
-    directories: list[str | None]
+    sources: list[str | None]
 
 
 def run_benchmark(args: argparse.Namespace) -> int:
@@ -129,19 +130,18 @@ def make_report(args: argparse.Namespace, directory: Path | None = None) -> dict
 
         say("infer.bench", f"{len(cases)} cases × {len(questions)} prompts; warming up")
         record = _run_recorder(args.repeats, directory)
-        results, peer = _decode(args, models, cases, questions, meter, record)
+        results, peers = _decode(args, models, cases, questions, meter, record)
         v, c = _measure_costs(args, models, cases)
 
         rows = _make_rows(args, models, questions, results, v, c)
         add_metrics(rows, questions, results, metrics)
-        prompts = [question.tokens for question in questions]
         return _settings(args, models) | {
             "prompts": len(questions),
             "skipped": skipped,
             "rows": rows,
             "metrics": heads,
             "energy": meter.source if meter else None,
-            "peers": peer_rows(models.target, prompts, peer.answers, results) if peer else [],
+            "peers": _rows_of_peers(models.target, questions, peers, results),
             "v": {str(width): value for width, value in v.items()},
             "c": c,
             "sweep": sweep,
@@ -203,19 +203,61 @@ def _decode(
     questions: Sequence[Question],
     meter: EnergyMeter | None,
     record: Callable[[Case, int, sj.Generation], None],
-) -> tuple[list[Result], TransformersPeer | None]:
-    """The results of all cases, and the peer with its answers if there is one."""
+) -> tuple[list[Result], list[Peer]]:
+    """The results of all cases, and the peers with their answers."""
     prompts = [question.tokens for question in questions]
     dataset_stops = stops_of(question.task for question in questions) if args.dataset else ()
     stop = tuple(args.stop) or dataset_stops
     budget = args.max_new_tokens
     setting = BenchSetting(models.target, models.draft, prompts, budget, args.seed, stop)
-    if not args.peer:
-        return measure(setting, cases, args.repeats, meter=meter, after_run=record), None
+    with contextlib.ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        peers = _peers(args, models, setting, cases, scratch)
+        for peer in peers:
+            stack.enter_context(peer)  # starts its process and warms it up
 
-    peer = TransformersPeer(*models.directories, prompts, budget, _peer_gamma(cases))
-    with peer:  # starts its process and warms it up
-        return measure(setting, cases, args.repeats, peer.repeat, meter, record), peer
+        def time_peers(repeat: int) -> None:
+            for peer in peers:
+                peer.repeat(repeat)
+
+        return measure(setting, cases, args.repeats, time_peers, meter, record), peers
+
+
+def _peers(
+    args: argparse.Namespace,
+    models: Models,
+    setting: BenchSetting,
+    cases: Sequence[Case],
+    scratch: Path,
+) -> list[Peer]:
+    """The peers of the arguments, with the same weights, prompts and number of threads."""
+    peers = []
+    target, draft = models.sources
+    ignores_eos = any(case.sampling.ignore_eos for case in cases)
+    for name in args.peer:
+        job = Job(
+            target=peer_weights(name, str(target), args.quantize, scratch),
+            draft=draft,
+            prompts=[list(map(int, prompt)) for prompt in setting.prompts],
+            budget=setting.budget,
+            gamma=_peer_gamma(cases),
+            eos_ids=[] if ignores_eos else list(setting.target.eos_ids),
+            threads=os.cpu_count() or 1,
+            on_cpu=jax.default_backend() == "cpu",
+        )
+        peers.append(Peer(name, job))
+    return peers
+
+
+def _rows_of_peers(
+    target: sj.LM, questions: Sequence[Question], peers: Sequence[Peer], results: Sequence[Result]
+) -> list[Row]:
+    """The rows of all peers, one after the other."""
+    prompts = [question.tokens for question in questions]
+    rows: list[Row] = []
+    for peer in peers:
+        rows += peer_rows(target, prompts, peer, results)
+    return rows
 
 
 def _run_recorder(
@@ -320,7 +362,7 @@ def open_models(args: argparse.Namespace) -> Iterator[Models]:
         target, draft = load_models(args, True, args.mesh)
         draft_source = draft.source if draft else None
         names = (args.target, draft_source)
-        yield Models(target, draft, [_directory_of(name, args.base) for name in names])
+        yield Models(target, draft, [_source_of(name, args.base) for name in names])
         return
 
     dtype = DTYPES[resolve_dtype(args.dtype or "float32")]  # checked before weights are drawn
@@ -335,8 +377,8 @@ def open_models(args: argparse.Namespace) -> Iterator[Models]:
         yield Models(target, None, [scratch, None])
 
 
-def _directory_of(name: str | None, base: str | None) -> str | None:
-    """The directory of a model; None if a peer cannot read it.
+def _source_of(name: str | None, base: str | None) -> str | None:
+    """The directory or GGUF file of a model; None if a peer cannot read it.
 
     A peer cannot read a copy that we quantized.
     """

@@ -1,8 +1,8 @@
-"""Measure methods side by side: tokens per second, acceptance, the cost curve, and a peer.
+"""Measure methods side by side: tokens per second, acceptance, the cost curve, and peers.
 
   python -m infer.bench                          the demo pair on held-out functions
   python -m infer.bench --peer transformers --out DIR
-  python -m infer.bench --random-target 100m --peer transformers
+  python -m infer.bench --random-target 100m --peer transformers,llama.cpp
 
 Every figure has its ±: half of the 95 % interval over 1,000 bootstrap resamples of the prompts,
 each with all its seeds. At batch sizes above 1, times include the prefill.
@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from infer.bench.metrics.settings import JUDGE_KEY
 from infer.bench.metrics.table import METRICS
+from infer.bench.peer_table import PEERS
 from infer.cli import (
     REPEATABLE,
     add_dataset,
@@ -38,7 +39,6 @@ from specjax._util.checks import SEED_MAX
 from specjax._util.program import Parser, run
 
 DEFAULT = ("speculative", "block", "lookup")
-PEERS = ("transformers",)
 # Llamas with random weights: their sizes, in the order of SHAPE.
 SHAPE = ("hidden_size", "num_layers", "num_heads", "intermediate_size", "vocab_size")
 SIZES = {"13m": (384, 6, 6, 1024, 8192), "100m": (768, 10, 12, 2048, 32000)}
@@ -167,8 +167,11 @@ def _add_repeats(out: Parser) -> None:
     )
     out.add_argument(
         "--peer",
-        metavar="NAME",
-        help=f"also time another library, in its own process: {', '.join(PEERS)}",
+        type=lambda text: list(dict.fromkeys(text.split(","))),
+        default=[],
+        metavar="A,B,…",
+        help="also time other libraries, each in its own process, with the same weights and "
+        f"prompts, greedily: {', '.join(PEERS)}",
     )
 
 
@@ -221,7 +224,7 @@ def _add_report(out: Parser) -> None:
 
 
 def check(args: argparse.Namespace, commands: Parser) -> None:
-    """Ends the program if arguments contradict each other, or a peer cannot run here."""
+    """Ends the program if arguments contradict each other, or a peer is not installed."""
     set_new_tokens(args)
     if args.dataset and not args.prompts:
         commands.error("--dataset names the format of --prompts: give --prompts FILE, too")
@@ -267,7 +270,9 @@ def _check_peer(args: argparse.Namespace, commands: Parser) -> None:
         return
     if args.sampled_only:
         commands.error("--peer decodes greedily, and --sampled-only leaves no row to compare with")
-    if args.peer not in PEERS:
-        commands.error(f"--peer {args.peer}: choose {', '.join(PEERS)}")
-    if importlib.util.find_spec("torch") is None:
-        commands.error('--peer transformers needs torch: pip install "specjax[torch]"')
+    for name in args.peer:
+        if name not in PEERS:
+            commands.error(f"--peer {name}: choose {', '.join(PEERS)}")
+        spec = PEERS[name]
+        if importlib.util.find_spec(spec.package) is None:
+            commands.error(f"--peer {name} needs {spec.package}: pip install {spec.install}")

@@ -82,12 +82,12 @@ def test_speculative_is_plain_greedy_on_held_out_functions(pair, prompts, batch_
 @pytest.mark.usefixtures("optimized")
 def test_greedy_is_transformers_greedy_on_held_out_functions(pair, prompts):
     pytest.importorskip("torch")
-    from infer.bench import peer_transformers
+    from infer.bench.peer_process import decode
+    from infer.bench.peer_transformers import load, make_mode
     from specjax.lm import EMBEDDED
 
     prompts = prompts[:24]
-    model = peer_transformers.load(str(EMBEDDED["demo"]))
-    theirs = peer_transformers.decode(model, prompts, 24)["tokens"]
+    theirs = decode(make_mode(load(str(EMBEDDED["demo"]))), prompts, 24)["tokens"]
     ours = sj.generate(pair[0], prompts, max_new_tokens=24, batch_size=8)
     differ = mismatches(pair[0], prompts, ours.tokens, [np.array(t) for t in theirs])
     assert all(row["gap"] < NEAR_TIE for row in differ), differ

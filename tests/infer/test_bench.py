@@ -28,6 +28,8 @@ from infer.bench import (
 )
 from infer.bench import commands as bench
 from infer.bench.cases import Case
+from infer.bench.peer_process import Job
+from infer.bench.peer_table import PEERS
 from infer.bench.predictions import add_expected, pass_widths
 from infer.bench.report import NEAR_TIE, fastest, markdown, show
 from infer.bench.rows import accepted_at_positions, add_quality, languages_of, make_rows
@@ -216,18 +218,20 @@ def test_transformers_is_timed_every_repeat_and_agrees(small, short_curve, capsy
 @pytest.mark.torch
 def test_peer_failure_is_one_line_and_leaves_no_process(tmp_path):
     pytest.importorskip("torch")
-    peer = peers.TransformersPeer(str(tmp_path), None, [[1]], 4, 2)
+    job = Job(str(tmp_path), None, [[1]], budget=4, gamma=2, eos_ids=[], threads=1, on_cpu=True)
+    peer = peers.Peer("transformers", job)
     with pytest.raises(OptionError, match="peer failed") as caught, peer:
         pass
     assert "\n" not in str(caught.value)
     assert peer._process.poll() is not None
 
 
-def test_peer_without_torch_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    code, out, err = run(capsys, "--peer", "transformers")
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peer_that_is_not_installed_is_refused(monkeypatch, capsys, name):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
+    code, out, err = run(capsys, "--peer", name)
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "specjax[torch]" in err
+    assert PEERS[name].install in err
 
 
 def scripted(tokens, decode, prefill):
@@ -624,9 +628,9 @@ def test_random_target_is_what_a_peer_loads(monkeypatch):
     args = argparse.Namespace(random_target="tiny", dtype=None, quantize=None, num_prompts=3)
     args.pass_width = 4
     args.cache_dtype = "int8"
-    with benchmark.open_models(args) as (target, draft, directories):
+    with benchmark.open_models(args) as (target, draft, sources):
         asked, _ = questions.read_questions(args, PromptEncoder(target))
-    assert draft is None and directories[1] is None
+    assert draft is None and sources[1] is None
     assert target.config.vocab_size == 97 and len(asked) == 3
     assert (target.pass_width, target.cache_dtype) == (4, "int8")
     assert all(5 <= token < 97 for question in asked for token in question.tokens)
@@ -641,7 +645,7 @@ def test_random_target_is_what_a_peer_loads(monkeypatch):
         (["--set", "nope.gamma=3"], "nope.gamma"),
         (["--batch-size", "0"], "--batch-size"),
         (["--repeats", "0"], "--repeats"),
-        (["--peer", "vllm"], "transformers"),
+        (["--peer", "tgi"], "transformers, llama.cpp, vllm"),
         (["--temperature", "-1"], "temperature"),
         (["--run-tests"], "--prompts"),
         (["--unsafe"], "--run-tests"),

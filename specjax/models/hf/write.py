@@ -22,7 +22,7 @@ from specjax.models.families import FAMILIES, MODELS, to_hf
 from specjax.models.hf import codes
 from specjax.models.hf.config import QUANT_METHOD
 from specjax.models.hf.layout import DTYPES, WEIGHTS, leaves_of, parameter_places
-from specjax.models.hf.names import Stored
+from specjax.models.hf.names import Names, Stored
 from specjax.models.quantization import Scheme
 
 
@@ -84,10 +84,13 @@ def save_quantized(
     _write_json(directory / "config.json", config | changed)
 
 
-def to_tensors(cfg: ModelConfig, params: dict) -> dict[str, np.ndarray]:
-    """The checkpoint's tensors, from plain (not fused) params."""
+def to_tensors(cfg: ModelConfig, params: dict, names: Names | None = None) -> dict[str, np.ndarray]:
+    """The checkpoint's tensors, from plain (not fused) params.
+
+    ``names`` are those of another format; None: the family's own, with its buffers.
+    """
     tensors: dict[str, np.ndarray] = {}
-    places = leaves_of(parameter_places(cfg))
+    places = leaves_of(parameter_places(cfg, names))
     for place, leaf in zip(places, jax.tree.leaves(params), strict=True):
         stored = place.stored
         value = np.asarray(leaf)
@@ -102,7 +105,7 @@ def to_tensors(cfg: ModelConfig, params: dict) -> dict[str, np.ndarray]:
             if name not in tensors:
                 tensors[name] = np.empty(stored.shape(place.shape), value.dtype)
             stored.put(tensors[name], part)
-    return tensors | FAMILIES[cfg.family].buffers(cfg)
+    return tensors if names else tensors | FAMILIES[cfg.family].buffers(cfg)
 
 
 def save_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
