@@ -12,13 +12,13 @@ from typing import Any
 
 import jax
 
-from infer.waiting import WaitMessage
 from specjax import lm
 from specjax._util.checks import format_value
 from specjax._util.compilation_cache import use_compilation_cache  # noqa: F401
 from specjax._util.errors import ModelError, ModelWarning
 from specjax._util.platform import platform
 from specjax._util.program import say
+from specjax._util.waiting import waiting
 from specjax.core.mesh import make_mesh
 from specjax.core.sampling import TRUNCATION, Sampling
 from specjax.lm import LM
@@ -80,7 +80,7 @@ def _waiting(name: str) -> contextlib.AbstractContextManager:
     """Shows on a terminal that a model is loaded. Downloads have bars of their own."""
     if not (Path(name).exists() or name.startswith(lm.SELF)):
         return contextlib.nullcontext()
-    return contextlib.closing(WaitMessage(False, f"loading {name}"))
+    return waiting(f"loading {name}")
 
 
 def _say_slow_codes(args: argparse.Namespace) -> None:

@@ -23,6 +23,7 @@ from infer.programs import make_room
 from infer.rescoring import Prompts
 from infer.timing import row_seconds
 from infer.uncertainty import Speed
+from specjax._util.waiting import waiting
 from specjax.core.probs import seed_key
 from specjax.registry import METHODS
 from specjax.runtime import warmup
@@ -107,7 +108,9 @@ def measure(
             if make_room():
                 warm.clear()  # compiled programs were dropped
             if number not in warm:
-                warm_up(setting, result.case)
+                case = result.case
+                with waiting(f"warming up {case.label}, {case.mode}, batch {case.batch_size}"):
+                    warm_up(setting, case)
                 warm.add(number)
 
             # The warmup's energy is not part of the figure.

@@ -9,7 +9,7 @@ import functools
 import json
 import statistics
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -27,11 +27,11 @@ from infer.run.profile import trace_second_run
 from infer.run.screen import Screen, printable
 from infer.sampling_options import given_settings
 from infer.timing import row_seconds
-from infer.waiting import WaitMessage
 from specjax._util import processes
 from specjax._util.errors import OptionError, SpecjaxError
 from specjax._util.parts import locked_output
 from specjax._util.program import TERMINATED, require_output, say
+from specjax._util.waiting import WaitMessage, waiting
 from specjax.lm import model_digest
 from specjax.registry import MethodSpec, compose, method, usual_rule
 from specjax.rewards import Combined, RewardWarning, combine
@@ -250,9 +250,9 @@ class Job:
         )
         screen: Screen | None = None
         shown_row: int | None = None
-        with contextlib.closing(WaitMessage(compiles)) as waiting:
+        with contextlib.closing(WaitMessage(compiles)) as message:
             for piece in pieces:
-                waiting.close()
+                message.close()
                 if piece.generation is not None:  # the last piece
                     screen.summary(piece.generation, self.method)
                     break
@@ -265,7 +265,7 @@ class Job:
                 screen.piece(piece)
 
         if self.args.demo and screen.colored:
-            with contextlib.closing(WaitMessage(False, "decoding the same prompt plainly")):
+            with waiting("decoding the same prompt plainly"):
                 speedup, same = self._compare_with_plain(prompt)
             screen.beside_plain(speedup, same)
 
@@ -363,11 +363,26 @@ class Job:
 
         All samples of a prompt are decoded. Those that ``output`` has already are not written.
         """
-        samples = self.args.num_samples
         pieces = sj.stream(
             **self._arguments_for(prompts),
             rounds_per_piece=SPANNING_ROUNDS if self.args.span else ALL_ROUNDS,
         )
+        with contextlib.closing(WaitMessage(False, "decoding")) as message:
+            self._write_rows(prompts, pieces, output, message)
+
+    def _write_rows(
+        self,
+        prompts: Sequence[Prompt],
+        pieces: Iterator[sj.Piece],
+        output: Output | None,
+        message: WaitMessage,
+    ) -> None:
+        """Writes the row of each piece that ends one, as :meth:`_decode`.
+
+        The message counts the rows of a file. Before the first is printed it is removed.
+        """
+        samples = self.args.num_samples
+        num_ended = 0
         ready: dict[int, dict[str, Any]] = {}  # ended rows, not printed yet
         next_row = 0
         for number, piece in enumerate(pieces):
@@ -387,7 +402,10 @@ class Job:
             }
             entry = row_object(piece.row, 0, head | self.settings, self.reward)
 
+            num_ended += 1
+            message.count(num_ended, len(prompts) * samples)
             if output is None:
+                message.close()
                 ready[piece.index] = entry
             elif (prompt.index, sample) not in output.done and processes.is_main_process():
                 output.append(entry)
@@ -439,7 +457,7 @@ def chosen_method(args: argparse.Namespace, has_draft: bool) -> tuple[MethodSpec
 def _sampling(args: argparse.Namespace, spec: MethodSpec, target: sj.LM) -> sj.Sampling:
     """The sampling of the arguments, and of the model where they give none.
 
-    Guided methods are greedy: for them the model's own does not count.
+    Reward-guided methods are greedy: for them the model's own does not count.
     """
     given = {name: vars(args)[name] for name in ("temperature", "top_k", "top_p")}
     given |= given_settings(args, target.tokenizer)

@@ -31,6 +31,7 @@ from infer.serve.schemas import CompletionBody
 from infer.serve.tools.families import family_name
 from specjax._util.errors import InputError, OptionError
 from specjax._util.program import say
+from specjax._util.waiting import waiting
 from specjax.core.sampling import Sampling
 from specjax.lm import LM
 from specjax.registry import method
@@ -63,10 +64,12 @@ def serve(args: argparse.Namespace) -> int:
         use_compilation_cache()
         target, draft = load_models(args, spec is None or spec.needs_draft, args.mesh)
         with assembled(args, target, draft, keys) as (server, engine):
-            variant = _decode_one(server.admission, engine)
+            with waiting("decoding a first text"):
+                variant = _decode_one(server.admission, engine)
             if args.warm_up:
                 say("infer.serve", "compiling for all lengths")
-                engine.warm_up(variant)
+                with waiting("compiling for all lengths"):
+                    engine.warm_up(variant)
             _shorten_pauses()
             _answer_requests(server.app(), listener, args, bool(keys))
     return 0

@@ -28,8 +28,8 @@ class Context(NamedTuple):
     """What a method is built for.
 
     ``greedy`` says whether the rows are decoded greedily. Defaults may depend on it; the method
-    is exact either way. ``reward`` is for guided methods. It is None without a reward, and if the
-    reward needs text.
+    is exact either way. ``reward`` is for reward-guided methods. It is None without a reward, and
+    if the reward needs text.
     """
 
     target: LM

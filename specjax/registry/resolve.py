@@ -58,11 +58,11 @@ def choose(
 
 
 def bind(
-    chosen: MethodSpec | Method, context: Context, options: Mapping[str, Any], guided: bool
+    chosen: MethodSpec | Method, context: Context, options: Mapping[str, Any], has_reward: bool
 ) -> tuple[Method, Settings]:
     """The method for these models, and the settings of its loop. Nothing is compiled yet.
 
-    ``guided`` says whether there is a reward.
+    ``has_reward`` says whether there is one to be guided by.
 
     Raises:
       OptionError, PairError: a value, a model or a reward that does not fit.
@@ -73,7 +73,7 @@ def bind(
     if not isinstance(chosen, MethodSpec):
         number = Check(float)
         return chosen, {name: number.parse(name, value) for name, value in options.items()}
-    if chosen.needs_reward and not guided:
+    if chosen.needs_reward and not has_reward:
         raise OptionError(f"method {chosen.name} needs a reward: give --reward (or reward=)")
     return chosen.build(context, options)
 

@@ -334,7 +334,7 @@ def make_engine(
     if draft is not None and draft.is_head:
         draft = attach(draft, target)
     context = Context(target, draft, greedy, judge.fold if judge else None)
-    method, settings = bind(chosen, context, options, guided=judge is not None)
+    method, settings = bind(chosen, context, options, has_reward=judge is not None)
     if isinstance(chosen, MethodSpec) and not chosen.needs_draft:
         draft = None  # e.g. plain decoding, compared with a speculative run
     threshold = settings.get("r_t")

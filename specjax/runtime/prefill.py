@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from specjax._util import steps
 from specjax.core import loop
 from specjax.core.sampling import Sampling
 from specjax.core.types import DecodeState, Inputs
@@ -66,6 +67,11 @@ class Prefill:
     def started(self) -> bool:
         """Whether anything has been prefilled."""
         return self._state is not None
+
+    @property
+    def _num_tokens(self) -> int:
+        """Tokens of the prompts of the requests being prefilled."""
+        return sum(len(request.tokens) for request in self.requests if request is not None)
 
     @property
     def done(self) -> bool:
@@ -128,6 +134,7 @@ class Prefill:
         self._last = lengths - 1
         ends = lengths + np.array([row.budget for row in self._rows], np.int32)
         keys = stack_keys(self._rows)
+        steps.tell(steps.PREFILL, 0, self._num_tokens)
         begin = loop.begin_prefill(self._engine.method, self._logprobs)
         self._state = begin(self.inputs, tokens, lengths, ends, keys, prefix_state)
 
@@ -137,6 +144,7 @@ class Prefill:
 
     def _cache_if_done(self) -> None:
         if self.done:
+            steps.tell(steps.PREFILL, self._num_tokens, self._num_tokens)
             prompts = [row.tokens for row in self._rows]
             self.prefix_cache.insert(prompts, self.cached, self.state)
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool
 
+from specjax._util import steps
 from specjax.core import loop
 from specjax.core.loop import NO_SLOT
 from specjax.core.protocols import Method
@@ -101,6 +102,8 @@ class BatchRunner:
         rows = [*requests, *[padding] * (self._size - len(requests))]
         self.set_inputs(rows)
         prompts = [row.tokens for row in rows]
+        num_tokens = sum(len(request.tokens) for request in requests)
+        steps.tell(steps.PREFILL, 0, num_tokens)
         self._state = loop.start(
             self._method,
             self.inputs,
@@ -113,6 +116,7 @@ class BatchRunner:
         )
         self._add_grammar_states()
         jax.block_until_ready(self._state)
+        steps.tell(steps.PREFILL, num_tokens, num_tokens)
 
     def start_batch_like(self, request: Request) -> None:
         """Compiles the program with which :meth:`start` would prefill B such requests.

@@ -20,6 +20,7 @@ from specjax._util.compilation_cache import use_compilation_cache
 from specjax._util.errors import InputError, ModelError
 from specjax._util.parts import locked_output, part_files
 from specjax._util.program import Place, say
+from specjax._util.waiting import waiting
 from specjax.core.mesh import make_mesh
 from specjax.registry import method
 from specjax.runtime.generate import ALL_ROUNDS
@@ -73,7 +74,8 @@ def make_job(args: argparse.Namespace, place: Place) -> AnswerJob:
         "mesh": mesh,
     }
     base = args.base if lm.is_delta(args.target) else None
-    target = lm.TARGET.parse("target", lm.load(args.target, base=base, **common))
+    with waiting(f"loading {args.target}"):
+        target = lm.TARGET.parse("target", lm.load(args.target, base=base, **common))
     draft = None
     if args.draft is not None:
         named = args.target if args.draft.startswith(lm.SELF) else args.draft

@@ -24,13 +24,13 @@ class Progress:
             console=self._console,
             disable=not self._console.is_terminal,
         )
-        self._task = self._bar.add_task("", total=total, completed=done)
+        self._task = self._bar.add_task("compiling the first step", total=total, completed=done)
 
     def start_timing(self, step: int) -> None:
         """The time left is that of steps after this one."""
         self._first_step = step
         self._start = time.perf_counter()
-        self._bar.reset(self._task, completed=step)
+        self._bar.reset(self._task, completed=step, description="")
 
     def __enter__(self) -> Progress:
         self._bar.start()

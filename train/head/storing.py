@@ -19,6 +19,7 @@ import numpy as np
 
 from specjax._util.errors import InputError, ModelError
 from specjax._util.files import locked, write_text
+from specjax._util.waiting import waiting
 from specjax.models import hidden_states, load_pretrained
 from specjax.models.hf.files import open_tensors, read_json
 from specjax.models.hf.write import save_tensors
@@ -239,7 +240,7 @@ def _make_compute(cfg: HeadRunConfig, setup: HeadSetup, placement: Placement) ->
     rows = placement.row_sharding(0)
     target = setup.target
     layers = setup.head.layer_ids
-    with host_memory():
+    with host_memory(), waiting(f"loading {setup.directory}"):
         _, params = load_pretrained(setup.directory, jnp.dtype(cfg.model.compute_dtype))
     params = placement.place_state(params)
 

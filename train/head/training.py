@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 import specjax as sj
 from specjax._util import processes
+from specjax._util.waiting import waiting
 from specjax.models import ModelConfig, load_pretrained, num_params, param_shapes
 from train.config import HeadRunConfig, fixed_settings, to_dict
 from train.data.loader import Loader, ValidBatch
@@ -76,7 +77,7 @@ def train(
     placement = placement.of_models(head, setup.target)
     dtype = jnp.dtype(cfg.model.compute_dtype)
     # In the host's memory: one device may be too small for the params that all of them share.
-    with host_memory():
+    with host_memory(), waiting(f"loading {setup.directory}"):
         _, target = processes.raise_everywhere(
             lambda: load_pretrained(setup.directory, dtype, only_tables=states is not None)
         )

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from specjax import text
 from specjax._util.errors import InputError
+from specjax._util.waiting import waiting
 from specjax.lm import locate
 from specjax.models import ModelConfig, hidden_states, load_pretrained
 from specjax.models.blocks import Remat
@@ -48,7 +49,8 @@ def training_loss(
 
     directory = locate(cfg.distill.teacher)
     _check_teacher(cfg, load_config(directory), directory, tokenizer)
-    teacher, teacher_params = load_pretrained(directory, jnp.dtype(dtype))
+    with waiting(f"loading {cfg.distill.teacher}"):
+        teacher, teacher_params = load_pretrained(directory, jnp.dtype(dtype))
     loss = distillation_loss(
         model,
         teacher,

@@ -10,6 +10,7 @@ import jax
 from tokenizers import Tokenizer
 
 from specjax._util.errors import InputError
+from specjax._util.waiting import waiting
 from specjax.lm import locate
 from specjax.models import ModelConfig, init_params, load_pretrained
 from specjax.models.hf.read import load_config
@@ -100,7 +101,8 @@ def build_model(cfg: LMConfig, tokenizer: Tokenizer) -> tuple[ModelConfig, Calla
     """
     vocab_size = id_count(tokenizer)
     if cfg.model.init_from:
-        model, params = load_pretrained(locate(cfg.model.init_from))
+        with waiting(f"loading {cfg.model.init_from}"):
+            model, params = load_pretrained(locate(cfg.model.init_from))
         require_model(model, cfg.model.init_from)
     else:
         model = _new_model(cfg.model, vocab_size, new_model_ends(cfg, tokenizer))

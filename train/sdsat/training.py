@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax._util import processes
+from specjax._util.waiting import waiting
 from specjax.lm import name_beside
 from specjax.models import load_pretrained, num_params, param_shapes
 from specjax.models.adapters import KEY
@@ -211,7 +212,8 @@ def first_params(setup: SdsatSetup) -> dict:
 
     Gated adapters hold these rows themselves: then the tables stay as they are.
     """
-    start, params = load_pretrained(setup.start.directory)
+    with waiting(f"loading {setup.start.directory}"):
+        start, params = load_pretrained(setup.start.directory)
     new_ids = tuple(sorted(set(setup.model.adaptive_ids) - set(start.adaptive_ids)))
     if setup.tuning.gated or not new_ids:
         return params

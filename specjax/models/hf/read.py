@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax._util import steps
 from specjax._util.errors import ModelError, ModelWarning
 from specjax._util.memory import return_memory
 from specjax.models.blocks import fuse_layer
@@ -205,6 +206,7 @@ def from_tensors(
         if fused:
             layer = fuse_layer(layer)
         layers[i] = _placed(cfg, {"layers": {i: layer}}, place_part)["layers"][i]
+        steps.tell(steps.LOADING, len(layers), len(layer_places))
     params = {}
     for name, table in tables.items():
         part = jax.tree.map(read_table, table, axes[name], is_leaf=is_place)
@@ -249,6 +251,7 @@ def _read_quantized(
     layers = {}
     for i, layer_forms in forms.pop("layers").items():
         layers[i] = read_part({"layers": {i: layer_forms}})["layers"][i]
+        steps.tell(steps.LOADING, len(layers), cfg.num_layers)
     params = {}
     for name, table_forms in forms.items():
         params[name] = read_part({name: table_forms})[name]
