@@ -20,6 +20,10 @@ HEAD = """# Which method for me
 
 <!-- Written by docs/tools/make_choose.py from specjax/registry/; a test keeps it current. -->
 
+A method drafts several tokens at a time, and the target model checks them in one pass. *Lossless* means that
+drafts do not change how the text is distributed: it is that of plain decoding, and at temperature 0 the same text.
+For the contrastive methods it is that of contrastive decoding. The other words are in the [glossary](glossary.md).
+
 Start with what you have beside the target model:
 
 | you have | take | then |
@@ -29,14 +33,25 @@ Start with what you have beside the target model:
 | a target tuned with SDSAT | `sdsat`; `sdsat-single` has one pass a round | [SDSAT](pages/sdsat.md) |
 | nothing, and the output repeats the prompt | `lookup` | [lookup](pages/lookup.md) |
 | nothing, and requests resemble one another | `suffix` | [suffix](pages/suffix.md) |
+| nothing, and memory to spare on a GPU or TPU | `speculative` with `--draft self:int4`, a quantized copy of the target | [quantized weights](quantized.md) |
 | nothing else, and time to train | train a head or a draft, or tune the target | [a head](pages/train-head.md), [a draft](pages/train-chats.md), [SDSAT](pages/sdsat.md#training) |
+
+A method and its options are set the same way everywhere:
+
+```bash
+specjax run --target DIR --draft DIR --method speculative --set gamma=auto --prompt "def fib(n):"
+```
+
+```python
+sj.generate(target, prompts, method="speculative", draft=draft, options={"gamma": "auto"})
+```
 
 Then look at how you decode:
 
 | you want | take |
 | --- | --- |
 | the target's distribution exactly | a method that the tables below call lossless |
-| the target's greedy text | temperature 0 with the same methods: the tokens are those of plain decoding |
+| the target's greedy text | the same methods at temperature 0 |
 | large batches | chains (`speculative`, `block`, `sdsat`) with `gamma=auto`, which stops drafting where it does not pay; a tree passes more tokens through the target for each it gains |
 | one request at a time, on a GPU or TPU | trees (`specinfer`, `--drafter head`), while reading the weights takes most of a pass |
 | JSON, a grammar or banned words | any lossless method with [`sampling`](sampling.md) settings; tokens that a grammar forces are drafted |
@@ -44,9 +59,10 @@ Then look at how you decode:
 | more speed for a bounded change of the text | `mentored`, with a largest KL divergence; `bild` and `mtad` have no such bound |
 | likelier text | `mtad`, `mtjd` or `beam` |
 | text that a weak model would not write (contrastive decoding) | `contrastive`, and `scd`, which is faster |
-| text that keeps closer to the prompt (classifier-free guidance) | any method of drafter and rule, with `--target-dist guided` |
+| text that keeps closer to the prompt (classifier-free guidance) | any `--drafter` with a `--rule`, and `--target-dist guided` ([guidance](pages/guided.md)) |
 
-Whether it pays depends on the processor. Measure your own pair before you choose:
+How much faster it is depends on the processor and on how well the draft fits your texts. Measure your own pair
+before you choose:
 
 ```bash
 python -m infer.bench --target DIR --draft DIR --methods speculative,block,lookup --num-prompts 20
@@ -57,8 +73,9 @@ python -m infer.bench --target DIR --draft DIR --methods speculative,block,looku
 ## By what a method needs
 
 Tokens per round and speed over plain decoding are those of the [overview](pages/overview.md): the embedded
-pair, greedy, batch 1, one CPU core. Small models repeat themselves, so expect fewer tokens. On a GPU trees
-cost less than here. Methods without a figure are not in the overview, or have nothing to be compared with.
+pair, greedy, batch 1, one CPU core. A speed below 1 is slower than plain decoding: on one core the further tokens of
+a pass are not free, and on a GPU they nearly are. Small models repeat themselves, so expect fewer tokens a round
+than here. Methods without a figure are not in the overview, or have nothing to be compared with.
 """
 
 
@@ -73,6 +90,7 @@ def make_page() -> str:
     parts = [HEAD]
     columns = ("method", "what it does", "lossless", "tokens per round", "speed")
     for needs, specs in by_needs.items():
+        specs.sort(key=lambda spec: not spec.lossless)  # lossless ones first
         table = markdown_table(columns, [_row(spec, measured.get(spec.name, {})) for spec in specs])
         parts.append(f"### Needs {needs}\n\n{table}")
     parts.append("All options, and all pairs of drafters and rules: [methods](methods.md).\n")
