@@ -96,12 +96,11 @@ async def opened(url: str) -> AsyncIterator[Page]:
 
 
 async def draw(url: str) -> bytes:
-    """Completes the page's prompt twice, because the first time compiles, and takes a picture."""
+    """Completes the page's prompt, and takes a picture."""
     async with opened(url) as page:
         await page.until("document.readyState === 'complete' && at('model').textContent")
-        for _ in range(2):
-            await page.evaluate("at('run').click()")
-            await page.until(DONE)
+        await page.evaluate("at('run').click()")
+        await page.until(DONE)
         return await page.picture()
 
 

@@ -30,6 +30,7 @@ COMPILES = "compiling (first run only; later starts reuse it)"
 # JAX's own events: a program was traced and lowered, and then it was compiled.
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 COMPILED = "/jax/core/compile/backend_compile_duration"
+LARGE = 0.1  # seconds of lowering; smaller programs compile before anybody could read their names
 
 
 class WaitMessage:
@@ -93,7 +94,7 @@ class WaitMessage:
         """Shows which program is being compiled."""
         if self._progress is None:
             return
-        if event == LOWERED:
+        if event == LOWERED and duration_secs >= LARGE:
             name = str(kwargs.get("fun_name", "")).removeprefix("jit(").rstrip(")")
             self._progress.update(self._task, description=f"compiling {name}")
         elif event == COMPILED:
