@@ -1,4 +1,4 @@
-"""The notebooks and the one-function example run, from top to bottom, on the embedded models."""
+"""The notebooks and the one-function example run, from top to bottom."""
 
 import importlib
 from pathlib import Path
@@ -9,6 +9,7 @@ import pytest
 from nbclient import NotebookClient
 
 import specjax as sj
+from support.real_models import installed_file
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -22,11 +23,23 @@ def test_notebook_is_committed_without_outputs(path):
     assert all(not cell.get("outputs") for cell in notebook.cells)
 
 
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_installs_first(path):
+    """Its first cell of code installs what is missing, so it runs on Colab as well."""
+    notebook = nbformat.read(path, as_version=4)
+    first = next(cell for cell in notebook.cells if cell.cell_type == "code")
+    assert 'install("specjax", "specjax")' in first.source
+    text = "".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    assert "GPU" in text and "TPU" in text and "Colab" in text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "path", [path for path in NOTEBOOKS if path.stem != "sdsat"], ids=lambda path: path.stem
 )
 def test_notebook_runs(path):
+    if path.stem == "smollm2":
+        installed_file("smollm2")
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": EXAMPLES}}).execute()
 

@@ -54,7 +54,7 @@ def test_jax_still_tells_of_large_programs():
         fresh(1.5).block_until_ready()
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
-    assert told[LOWERED] == told[COMPILED] == "jit(fresh)"
+    assert "fresh" in told[LOWERED] and "fresh" in told[COMPILED]
 
 
 def test_a_compiled_program_covers_what_is_shown(monkeypatch):
