@@ -76,35 +76,29 @@ class WaitMessage:
 
     def count(self, done: float, total: float | None) -> None:
         """Shows a bar of the parts that are done."""
-        if self._progress is not None:
-            self._progress.update(self._task, completed=done, total=total)
+        self._update(completed=done, total=total)
 
     def _on_step(self, event: str, value: float, **kwargs: Any) -> None:
         """Shows how many layers are loaded, or how many tokens are being prefilled."""
-        if self._progress is None:
-            return
-        total = kwargs.get("total")
         if event == LOADING:
-            self.count(value, total)
+            self.count(value, kwargs["total"])
         elif event == PREFILL:
-            text = self._text if value == total else f"prefilling {total:,} tokens"
-            self._show(text)
+            total = kwargs["total"]
+            self._shown = self._text if value == total else f"prefilling {total:,} tokens"
+            self._update(description=self._shown)
 
     def _on_compilation(self, event: str, duration_secs: float, **kwargs: Any) -> None:
-        """Shows which program is being compiled."""
-        if self._progress is None:
-            return
+        """Shows which program is being compiled, over what was shown."""
         if event == LOWERED and duration_secs >= LARGE:
             name = str(kwargs.get("fun_name", "")).removeprefix("jit(").rstrip(")")
-            self._progress.update(self._task, description=f"compiling {name}")
+            self._update(description=f"compiling {name}")
         elif event == COMPILED:
-            self._progress.update(self._task, description=self._shown)
+            self._update(description=self._shown)
 
-    def _show(self, text: str) -> None:
-        """Shows a text until the next one; what is compiled meanwhile covers it."""
-        self._shown = text
-        if self._progress is not None:
-            self._progress.update(self._task, description=text)
+    def _update(self, **fields: Any) -> None:
+        progress = self._progress  # another thread may close the message meanwhile
+        if progress is not None:
+            progress.update(self._task, **fields)
 
 
 class _Counted(ProgressColumn):
