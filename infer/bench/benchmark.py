@@ -29,7 +29,7 @@ from infer.bench.estimates import Row
 from infer.bench.metrics.protocol import Metric
 from infer.bench.metrics.settings import JUDGE_KEY, Settings
 from infer.bench.metrics.table import make_metric
-from infer.bench.peer_process import Job
+from infer.bench.peer_process import PeerJob
 from infer.bench.peers import Peer, peer_rows, peer_weights
 from infer.bench.predictions import Curve, add_expected, pass_widths
 from infer.bench.questions import Question, read_questions
@@ -235,7 +235,7 @@ def _peers(
     target, draft = models.sources
     ignores_eos = any(case.sampling.ignore_eos for case in cases)
     for name in args.peer:
-        job = Job(
+        job = PeerJob(
             target=peer_weights(name, str(target), args.quantize, scratch),
             draft=draft,
             prompts=[list(map(int, prompt)) for prompt in setting.prompts],

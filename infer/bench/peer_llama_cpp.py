@@ -9,10 +9,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from infer.bench.peer_process import Job, Mode, main
+from infer.bench.peer_process import Mode, PeerJob, main
 
 
-def load(job: Job) -> Any:
+def load(job: PeerJob) -> Any:
     """The model of a GGUF file, with a KV cache in float32 as ours has."""
     import llama_cpp
 
@@ -28,7 +28,7 @@ def load(job: Job) -> Any:
     )
 
 
-def make_modes(job: Job) -> dict[str, Mode]:
+def make_modes(job: PeerJob) -> dict[str, Mode]:
     """Plain greedy decoding of a job's target."""
     target = load(job)
     eos_ids = set(job.eos_ids)

@@ -1,6 +1,6 @@
 """What runs in the process of every peer: jobs in, timed repeats out.
 
-The first line of stdin is a :class:`Job`. The process loads the models, warms up and answers
+The first line of stdin is a :class:`PeerJob`. The process loads the models, warms up and answers
 ``{"ready": true}``. Each further line asks for one timed repeat, and is answered with one JSON
 line. If anything fails, the answer is ``{"error": why}``.
 
@@ -23,7 +23,7 @@ WARMUP_TOKENS = 8
 Mode = Callable[[list[int], int, Callable[[], None]], Sequence[int]]
 
 
-class Job(NamedTuple):
+class PeerJob(NamedTuple):
     """What a peer decodes, greedily and one prompt at a time.
 
     Attributes:
@@ -85,10 +85,10 @@ def decode(mode: Mode, prompts: list[list[int]], budget: int) -> dict[str, Any]:
 
 
 def answers(
-    lines: Iterator[str], make_modes: Callable[[Job], dict[str, Mode]]
+    lines: Iterator[str], make_modes: Callable[[PeerJob], dict[str, Mode]]
 ) -> Iterator[dict[str, Any]]:
     """The answer to each line: ``ready`` to the first, a repeat of every mode to the others."""
-    job = Job(**json.loads(next(lines)))
+    job = PeerJob(**json.loads(next(lines)))
     modes = make_modes(job)
     for mode in modes.values():
         decode(mode, job.prompts[:1], min(WARMUP_TOKENS, job.budget))
@@ -97,7 +97,7 @@ def answers(
         yield {name: decode(mode, job.prompts, job.budget) for name, mode in modes.items()}
 
 
-def main(make_modes: Callable[[Job], dict[str, Mode]]) -> int:
+def main(make_modes: Callable[[PeerJob], dict[str, Mode]]) -> int:
     """Serves until stdin closes. Only answers go to stdout; all else goes to stderr."""
     out = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from infer.bench.peer_process import Job, Mode, main
+from infer.bench.peer_process import Mode, PeerJob, main
 
 
 def load(directory: str) -> Any:
@@ -55,7 +55,7 @@ def make_mode(model: Any, **options: Any) -> Mode:
     return mode
 
 
-def make_modes(job: Job) -> dict[str, Mode]:
+def make_modes(job: PeerJob) -> dict[str, Mode]:
     """Plain and assisted generation of a job's models."""
     import torch
     from transformers.utils import logging

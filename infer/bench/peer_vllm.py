@@ -10,10 +10,10 @@ import os
 import sys
 from collections.abc import Callable
 
-from infer.bench.peer_process import Job, Mode, main
+from infer.bench.peer_process import Mode, PeerJob, main
 
 
-def make_modes(job: Job) -> dict[str, Mode]:
+def make_modes(job: PeerJob) -> dict[str, Mode]:
     """Plain greedy decoding of a job's target, in float32."""
     os.environ.setdefault("OMP_NUM_THREADS", str(job.threads))
     from vllm import LLM, SamplingParams, TokensPrompt

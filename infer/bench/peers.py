@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from infer.bench.peer_process import Job
+from infer.bench.peer_process import PeerJob
 from infer.bench.peer_table import PEERS
 from infer.bench.timed_cases import Result
 from infer.gguf_weights import KINDS, write_weights
@@ -35,7 +35,7 @@ class Peer:
     :meth:`repeat` times it once, and adds its answer to ``answers``.
     """
 
-    def __init__(self, name: str, job: Job):
+    def __init__(self, name: str, job: PeerJob):
         self.name = name
         self.spec = PEERS[name]
         self._job = job._asdict()

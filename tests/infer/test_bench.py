@@ -28,7 +28,7 @@ from infer.bench import (
 )
 from infer.bench import commands as bench
 from infer.bench.cases import Case
-from infer.bench.peer_process import Job
+from infer.bench.peer_process import PeerJob
 from infer.bench.peer_table import PEERS
 from infer.bench.predictions import add_expected, pass_widths
 from infer.bench.report import NEAR_TIE, fastest, markdown, show
@@ -218,7 +218,7 @@ def test_transformers_is_timed_every_repeat_and_agrees(small, short_curve, capsy
 @pytest.mark.torch
 def test_peer_failure_is_one_line_and_leaves_no_process(tmp_path):
     pytest.importorskip("torch")
-    job = Job(str(tmp_path), None, [[1]], budget=4, gamma=2, eos_ids=[], threads=1, on_cpu=True)
+    job = PeerJob(str(tmp_path), None, [[1]], budget=4, gamma=2, eos_ids=[], threads=1, on_cpu=True)
     peer = peers.Peer("transformers", job)
     with pytest.raises(OptionError, match="peer failed") as caught, peer:
         pass

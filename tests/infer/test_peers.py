@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 import specjax as sj
 from infer.bench import peer_llama_cpp, peer_process, peer_vllm, peers
 from infer.bench.commands import main
-from infer.bench.peer_process import Job
+from infer.bench.peer_process import PeerJob
 from infer.gguf_weights import write_weights
 from specjax._util.errors import ModelError, OptionError
 from specjax.models import load_pretrained
@@ -147,7 +147,7 @@ def test_a_peer_decodes_what_we_decode(checkpoint, tmp_path, monkeypatch, name):
     plain = sj.from_params(*load_pretrained(directory))
     first = greedy(plain, PROMPTS[0], BUDGET)
     eos_ids = [first[2]]  # so the first prompt ends early
-    job = Job(
+    job = PeerJob(
         target=peers.peer_weights(name, str(directory), None, tmp_path),
         draft=None,
         prompts=PROMPTS,
