@@ -120,7 +120,8 @@ def test_rows_do_not_see_each_other():
 
 @settings(max_examples=60)
 @given(
-    st.lists(st.floats(-50, 50, width=32), min_size=8, max_size=8),
+    # XLA takes numbers below the normal ones as 0, so there they tie with 0.
+    st.lists(st.floats(-50, 50, width=32, allow_subnormal=False), min_size=8, max_size=8),
     st.floats(0, 4, width=32),
     st.integers(0, 12),
     st.floats(2.0**-10, 1, width=32),
