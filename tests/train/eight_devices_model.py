@@ -1,13 +1,11 @@
 """Layers that are split over eight simulated devices; test_placement.py runs this file."""
 
 import dataclasses
-import functools
 import re
 
 import jax
-import numpy as np
 import pytest
-from eight_devices_sequence import MODEL, B, batch_of, evaluate, use_blocks
+from eight_devices_sequence import MODEL, B, batch_of, require_the_same, use_blocks
 
 from specjax.models import init_params, sharding
 from train.engine.placement import make_placement
@@ -60,21 +58,3 @@ def test_a_device_gathers_and_multiplies_its_part_of_a_layer_alone():
         sizes = {int(size) for shape in shapes for size in shape.split(",")}
         assert {columns // 2, vocabulary // 2} <= sizes
         assert not {columns, vocabulary} & sizes
-
-
-def require_the_same(case, placement):
-    """Loss, what is logged and gradients of a placement are those of one device."""
-    (loss, rest), gradients = evaluate(case, placement)
-    one = make_placement(1, B, jax.devices()[:1])
-    (expected, expected_rest), expected_gradients = evaluate(case, one)
-    np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), rest, expected_rest
-    )
-
-    def compare(ours, theirs):
-        size = np.abs(theirs).max()
-        assert size > 0
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5 * size)
-
-    jax.tree.map(compare, gradients, expected_gradients)

@@ -123,6 +123,24 @@ def evaluate(case, placement):
     return jax.device_get(jax.jit(jax.value_and_grad(total, has_aux=True))(*arguments))
 
 
+def require_the_same(case, placement):
+    """Loss, what is logged and gradients of a placement are those of one device."""
+    (loss, rest), gradients = evaluate(case, placement)
+    one = make_placement(1, B, jax.devices()[:1])
+    (expected, expected_rest), expected_gradients = evaluate(case, one)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), rest, expected_rest
+    )
+
+    def compare(ours, theirs):
+        size = np.abs(theirs).max()
+        assert size > 0
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5 * size)
+
+    jax.tree.map(compare, gradients, expected_gradients)
+
+
 def use_blocks(patched):
     """Attention by blocks of eight tokens, also of short rows."""
     patched.setattr(forward_pass, "BLOCKWISE_FROM", 16)
@@ -149,20 +167,7 @@ def test_split_rows_give_the_loss_and_gradients_of_one_device(
 ):
     if backend == "blockwise":
         use_blocks(monkeypatch)
-    (loss, rest), gradients = evaluate(case, make_placement(fsdp, B, None, sequence))
-    one = make_placement(1, B, jax.devices()[:1])
-    (expected, expected_rest), expected_gradients = evaluate(case, one)
-    np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), rest, expected_rest
-    )
-
-    def compare(ours, theirs):
-        size = np.abs(theirs).max()
-        assert size > 0
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5 * size)
-
-    jax.tree.map(compare, gradients, expected_gradients)
+    require_the_same(case, make_placement(fsdp, B, None, sequence))
 
 
 def test_devices_hold_parts_of_rows_and_gather_keys_alone():
