@@ -88,6 +88,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--cache-dtype", choices=["int8"])
     parser.add_argument("--topology", default="v6e:2x2", help="v5e:2x4, v5p:2x2x1, …")
     parser.add_argument("--gather", action="store_true", help="all logits on every chip")
+    parser.add_argument("--grammars", action="store_true", help="rows have grammars as tables")
     parser.add_argument("--mesh", type=mesh_axes, default={"data": 1, "model": 1})
     parser.add_argument("--dump", type=int, nargs=3, help=argparse.SUPPRESS)  # compile a kernel
     args = parser.parse_args(argv)
@@ -135,7 +136,8 @@ def row(args: argparse.Namespace, method: str, rows: int) -> list[str]:
         method_with_gather = dataclasses.replace(engine.method, rule=rule)
         engine = dataclasses.replace(engine, method=method_with_gather)
     began = time.perf_counter()
-    compiled = lower_rounds(engine, rows, args.capacity, mesh).compile()
+    lowered = lower_rounds(engine, rows, args.capacity, mesh, with_tables=args.grammars)
+    compiled = lowered.compile()
     seconds, text = time.perf_counter() - began, compiled.as_text()
     passes = getattr(getattr(engine.method, "drafter", None), "gamma", 0)
     counts = blocks_read(target, rows, args, args.held or [args.capacity], target.net.narrow(rows))
