@@ -45,7 +45,7 @@ from tpu_cycles import (
 from tpu_kernels import FORWARD, Kernel, parse_call, schedules
 
 import specjax as sj
-from infer.abstract_models import abstract_model, lower_rounds, mesh_over
+from infer.abstract_models import SAMPLED, abstract_model, lower_rounds, mesh_over
 from infer.cli import mesh_axes, setting, whole
 from specjax.core.floor import COUNTING, SEARCHING
 from specjax.draft.model_drafter import DRAFTING
@@ -70,6 +70,10 @@ from specjax.runtime.generate import make_engine
 PARTS = ("weights", "attention", "draw and rule", "exchanges", "rest")
 SEARCH_TURNS = 4  # passes over the vocabulary that top-p's search takes for bfloat16 logits
 
+PENALIZED = dataclasses.replace(
+    SAMPLED, repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.5
+)
+
 
 def main(argv: list[str] | None = None) -> None:
     """One row per method and batch size."""
@@ -89,6 +93,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--topology", default="v6e:2x2", help="v5e:2x4, v5p:2x2x1, …")
     parser.add_argument("--gather", action="store_true", help="all logits on every chip")
     parser.add_argument("--grammars", action="store_true", help="rows have grammars as tables")
+    parser.add_argument("--penalties", action="store_true", help="rows have penalties for tokens")
     parser.add_argument("--mesh", type=mesh_axes, default={"data": 1, "model": 1})
     parser.add_argument("--dump", type=int, nargs=3, help=argparse.SUPPRESS)  # compile a kernel
     args = parser.parse_args(argv)
@@ -136,7 +141,8 @@ def row(args: argparse.Namespace, method: str, rows: int) -> list[str]:
         method_with_gather = dataclasses.replace(engine.method, rule=rule)
         engine = dataclasses.replace(engine, method=method_with_gather)
     began = time.perf_counter()
-    lowered = lower_rounds(engine, rows, args.capacity, mesh, with_tables=args.grammars)
+    sampling = PENALIZED if args.penalties else SAMPLED
+    lowered = lower_rounds(engine, rows, args.capacity, mesh, sampling, args.grammars)
     compiled = lowered.compile()
     seconds, text = time.perf_counter() - began, compiled.as_text()
     passes = getattr(getattr(engine.method, "drafter", None), "gamma", 0)
