@@ -124,6 +124,7 @@ def test_all_models_are_trained_and_decode(tmp_path):
     deadline = time.monotonic() + 300
     while not (tmp_path / "target" / "metrics.jsonl").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
+    time.sleep(0.5)  # the run opens its log a moment before it listens to signals
     process.send_signal(signal.SIGTERM)
     stderr = process.communicate(timeout=120)[1]
     assert process.returncode == 0 and "the same command goes on" in stderr
