@@ -15,6 +15,7 @@ from specjax._util.memory import return_memory
 from train.config import SDSATConfig, from_dict
 from train.engine.loop import make_step
 from train.engine.placement import Placement
+from train.engine.shares import Shares
 from train.sdsat.dryrun import step_parts
 from train.sdsat.memory import compile_step, estimate
 from train.sdsat.prepare import prepare_setup
@@ -35,7 +36,7 @@ def main() -> None:
     setup = prepare_setup(cfg)
     parts = step_parts(cfg, setup, setup.model)
     compiled = compile_step(parts, Placement(), setup.model.num_layers)
-    by_hand = estimate(setup.model, parts, 1, 1, cfg.model.compute_dtype, cfg.model.remat)
+    by_hand = estimate(setup.model, parts, Shares(), 1, cfg.model.compute_dtype, cfg.model.remat)
     step = make_step(parts.loss, parts.optimizer, parts.weigh)
     state = jax.eval_shape(parts.optimizer.init, parts.trainable)
     step = step.lower(parts.trainable, state, parts.frozen, parts.batches).compile()
