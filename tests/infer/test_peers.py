@@ -1,9 +1,10 @@
 """Peers of infer.bench: the weights that they load, and stand-ins for libraries that are absent."""
 
 import json
+import os
 import sys
 import types
-from unittest.mock import Mock
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from specjax.models.gguf.read import load_gguf
 from support import gguf_files, variants
 from support.checkpoints import same
 from support.running import run_main
+from support.stand_ins import llama_cpp
 
 PROMPTS = [[5, 6, 7, 8], [9, 10]]
 BUDGET = 6
@@ -87,22 +89,6 @@ def greedy(model, prompt, count):
     return sj.generate(model, [prompt], max_new_tokens=count).tokens[0].tolist()
 
 
-class StandInLlama:
-    """llama_cpp.Llama as far as the peer uses it; it decodes with our own code."""
-
-    def __init__(self, path, n_ctx, n_threads, n_threads_batch, n_gpu_layers, **types_of_cache):
-        assert n_ctx >= max(map(len, PROMPTS)) + BUDGET
-        assert (n_threads, n_threads_batch, n_gpu_layers) == (2, 2, 0)
-        assert types_of_cache == {"type_k": 0, "type_v": 0, "verbose": False}
-        self.model = sj.from_params(*load_gguf(path))
-        self.reset = Mock()
-
-    def generate(self, tokens, temp, repeat_penalty):
-        assert (temp, repeat_penalty) == (0.0, 1.0)
-        # It goes on after an end of sequence and after the budget, as llama.cpp does.
-        yield from greedy(self.model, tokens, BUDGET + 4)
-
-
 class StandInVllm:
     """vllm.LLM as far as the peer uses it; it decodes with our own code."""
 
@@ -125,15 +111,11 @@ class StandInVllm:
 
 
 STAND_INS = {
-    "llama.cpp": (
-        peer_llama_cpp,
-        types.SimpleNamespace(Llama=StandInLlama, GGML_TYPE_F32=0, __name__="llama_cpp"),
-    ),
+    "llama.cpp": (peer_llama_cpp, "llama_cpp", llama_cpp),
     "vllm": (
         peer_vllm,
-        types.SimpleNamespace(
-            LLM=StandInVllm, SamplingParams=dict, TokensPrompt=dict, __name__="vllm"
-        ),
+        "vllm",
+        types.SimpleNamespace(LLM=StandInVllm, SamplingParams=dict, TokensPrompt=dict),
     ),
 }
 
@@ -141,8 +123,8 @@ STAND_INS = {
 @pytest.mark.parametrize("name", STAND_INS)
 def test_a_peer_decodes_what_we_decode(checkpoint, tmp_path, monkeypatch, name):
     """Both stop at an end of sequence, and at the budget."""
-    peer, module = STAND_INS[name]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    peer, package, module = STAND_INS[name]
+    monkeypatch.setitem(sys.modules, package, module)
     directory = checkpoint("tinyllama")
     plain = sj.from_params(*load_pretrained(directory))
     first = greedy(plain, PROMPTS[0], BUDGET)
@@ -195,9 +177,11 @@ def test_a_file_is_read_as_it_is(tmp_path):
     assert peers.peer_weights("llama.cpp", source, None, tmp_path) == source
 
 
-def test_llama_cpp_itself(tiny_pair_dirs, tmp_path, capsys):
-    """Every token but those at near-ties, where the library is installed."""
-    pytest.importorskip("llama_cpp")
+def test_a_peer_runs_in_a_process_of_its_own(tiny_pair_dirs, tmp_path, monkeypatch, capsys):
+    """The stand-in of llama.cpp, which that process finds as it would find the library."""
+    stand_ins = str(Path(llama_cpp.__file__).parent)
+    monkeypatch.syspath_prepend(stand_ins)
+    monkeypatch.setenv("PYTHONPATH", stand_ins, prepend=os.pathsep)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "def one(x):"}\n{"prompt": "def two(y):"}\n')
     argv = ["--target", tiny_pair_dirs[0], "--prompts", prompts, "--max-new-tokens", 6]
