@@ -283,8 +283,8 @@ class BatchRunner:
             if request is not None:
                 sampling = self._sampling_of(request)
                 place = self._places.get(id(request))
-                is_table = self._engine.automaton(sampling) is not None
-                if place is None and sampling.grammar and not is_table:
+                is_new = place is None and bool(sampling.grammar)
+                if is_new and self._engine.automaton(sampling) is None:
                     place = GrammarProgress(self._engine.matcher(sampling), len(request.tokens))
             if place is not None:
                 places[id(request)] = place
