@@ -1,6 +1,6 @@
 """The configs that come with the package, by name: ``tiny`` is ``configs/tiny.toml``.
 
-A wheel holds a copy of the folder ``configs`` beside this package's rooms. A checkout, and so an
+A wheel holds a copy of the folder ``configs`` beside this package's folders. A checkout, and so an
 editable install, has the folder itself.
 """
 

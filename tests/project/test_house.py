@@ -14,7 +14,7 @@ from support import sweeps, tools
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("specjax", "infer", "train")
-# Rooms of infer/ and train/ that other rooms may import. Every other folder is a program.
+# Packages of infer/ and train/ that other packages may import. Every other folder is a program.
 SHARED = {"infer.datasets", "train.config", "train.data", "train.engine"}
 MAX_LONG_FUNCTIONS = 12  # over 50 lines: most are a public signature and its docstring
 HELP_SECONDS = 0.3
@@ -70,40 +70,40 @@ def test_no_circle_of_imports():
         raise AssertionError(" → ".join(error.args[1])) from None
 
 
-def rooms(package: str) -> set[str]:
-    """The folders directly below a package: ``infer.run``, ``train.lm``, ``specjax.core``."""
-    folders = (path.parent for path in (ROOT / package).glob("*/__init__.py"))
-    return {f"{package}.{folder.name}" for folder in folders}
+def packages(top: str) -> set[str]:
+    """The packages directly below: ``infer.run``, ``train.lm``, ``specjax.core``."""
+    folders = (path.parent for path in (ROOT / top).glob("*/__init__.py"))
+    return {f"{top}.{folder.name}" for folder in folders}
 
 
-def room_of(module: str) -> str:
-    """``infer.run`` of ``infer.run.job``; a loose file is a room of its own."""
-    room = ".".join(module.split(".")[:2])
-    return room if room in rooms(module.split(".")[0]) else module
+def package_of(module: str) -> str:
+    """``infer.run`` of ``infer.run.job``; a loose file is a package of its own."""
+    package = ".".join(module.split(".")[:2])
+    return package if package in packages(module.split(".")[0]) else module
 
 
-def is_program(room: str) -> bool:
-    """A room of ``infer`` or ``train`` that is not shared: each runs as a program."""
-    return room in rooms("infer") | rooms("train") and room not in SHARED
+def is_program(package: str) -> bool:
+    """A package of ``infer`` or ``train`` that is not shared: each runs as a program."""
+    return package in packages("infer") | packages("train") and package not in SHARED
 
 
 def forbidden(graph: dict[str, set[str]]) -> list[str]:
-    """The forbidden imports in ``graph``: out of the library, or into another program's room."""
+    """The forbidden imports in ``graph``: out of the library, or into another program's package."""
     found = []
     for module, others in graph.items():
-        mine = room_of(module)
+        mine = package_of(module)
         for other in others:
-            theirs = room_of(other)
-            packages = {module.split(".")[0], other.split(".")[0]}
+            theirs = package_of(other)
+            tops = {module.split(".")[0], other.split(".")[0]}
             leaves_library = module.startswith("specjax") and not other.startswith("specjax")
             enters_program = is_program(theirs) and theirs != mine
-            from_room = is_program(mine) or mine in SHARED
-            if leaves_library or packages >= {"infer", "train"} or (enters_program and from_room):
+            from_package = is_program(mine) or mine in SHARED
+            if leaves_library or tops >= {"infer", "train"} or (enters_program and from_package):
                 found.append(f"{module} imports {other}")
     return found
 
 
-def test_no_arrow_leaves_the_library_or_enters_another_room():
+def test_no_import_leaves_the_library_or_enters_another_program():
     assert not forbidden(graph())
 
 
@@ -121,27 +121,28 @@ def test_a_planted_arrow_is_found(module, other):
     assert forbidden({module: {other}}) == [f"{module} imports {other}"]
 
 
-def test_every_shared_room_exists():
-    assert rooms("infer") | rooms("train") >= SHARED
+def test_every_shared_package_exists():
+    assert packages("infer") | packages("train") >= SHARED
 
 
-def test_no_circle_of_rooms_in_the_library():
+def test_no_circular_import_of_packages_in_the_library():
     arrows: dict[str, set[str]] = {}
     for module, others in graph().items():
         if module.startswith("specjax."):
-            below = arrows.setdefault(room_of(module), set())
-            below |= {room_of(other) for other in others if other != "specjax"} - {room_of(module)}
+            own = package_of(module)
+            below = arrows.setdefault(own, set())
+            below |= {package_of(other) for other in others if other != "specjax"} - {own}
     try:
         tuple(graphlib.TopologicalSorter(arrows).static_order())
     except graphlib.CycleError as error:
         raise AssertionError(" → ".join(error.args[1])) from None
 
 
-def test_the_architecture_page_names_every_room():
+def test_the_architecture_page_names_every_package():
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    for package in PACKAGES:
-        for room in rooms(package):
-            assert f"{room.split('.')[1]}/" in page, room
+    for top in PACKAGES:
+        for package in packages(top):
+            assert f"{package.split('.')[1]}/" in page, package
 
 
 def test_code_and_pages_read_as_they_should():

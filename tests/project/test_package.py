@@ -152,8 +152,8 @@ def test_the_command_and_the_page_know_the_same_programs():
     modules = {program.module for program in command.PROGRAMS.values()}
     assert modules == documented | {"infer.code_task"}
     for name, program in command.PROGRAMS.items():
-        room, _, last = program.module.partition(".")
-        prefix = "" if room == "infer" else "train-"
+        top, _, last = program.module.partition(".")
+        prefix = "" if top == "infer" else "train-"
         assert name == prefix + last.replace("_", "-")
         assert f"`specjax {name}`" in PAGE
         assert program.main.startswith(program.module)
