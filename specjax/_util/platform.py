@@ -57,6 +57,7 @@ class Platform:
       attention_block: tokens of the largest block of attention to long sequences.
       splash_attention: whether JAX's splash attention kernels run.
       decode_kernel: whether narrow passes attend by our Pallas kernel.
+      range_kernel: whether wide passes and long sequences do, by another one.
       gathers_experts: whether few tokens gather the weights of their experts. Where a gather is not
         part of the product that reads it, it costs two more passes over those weights.
       ragged_products: whether grouped products (``ragged_dot``) read each group's weights alone.
@@ -80,6 +81,7 @@ class Platform:
     attention_block: int = 512
     splash_attention: bool = False
     decode_kernel: bool = False
+    range_kernel: bool = False
     gathers_experts: bool = True
     ragged_products: bool = True
     kernel_rows: int = 0
@@ -112,6 +114,7 @@ GPU = Platform(
     top_k_kernel=16,
     vocab_blocks=256,
     decode_kernel=True,
+    range_kernel=True,
     ragged_products=False,
 )
 
@@ -122,7 +125,7 @@ def platform() -> Platform:
     """The choices for JAX's default backend."""
     chosen = PLATFORMS.get(jax.default_backend(), Platform())
     if chosen.decode_kernel and os.environ.get(KERNELS_VARIABLE) == "0":
-        return dataclasses.replace(chosen, decode_kernel=False)
+        return dataclasses.replace(chosen, decode_kernel=False, range_kernel=False)
     if chosen.kernel_rows and not _has_cpu_kernels():
         return dataclasses.replace(chosen, kernel_rows=0, kernel_group_rows=0)
     return chosen

@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax.models import blocks, sharding
 from specjax.models.adapters import attach_adapters
-from specjax.models.attention import decode_kernel, dense, long_cache
+from specjax.models.attention import decode_kernel, dense, long_cache, range_kernel
 from specjax.models.attention.long_sequences import Attend, long_attention
 from specjax.models.blocks import Decoder, Remat
 from specjax.models.cache import KVCache, write
@@ -460,6 +460,10 @@ def _attention_of_kind(cfg: ModelConfig, kind: _LayerKind, queries: _Queries) ->
         if decode_kernel.supports_decode(positions.shape[1], cfg.num_heads, k, transform):
             return decode_kernel.decode_attention(
                 q, k, v, positions, last_visible, own_mask, window=window, transform=transform
+            )
+        if own_mask is None and range_kernel.supports_prefill(positions.shape[1], transform, k):
+            return range_kernel.prefill_attention(
+                q, k, v, positions, window=window, transform=transform
             )
         if reads_whole:
             assert mask is not None, "a cache that is read whole has a mask"

@@ -168,14 +168,14 @@ def _attend_kernel(
         out, highest, total = carry
         start = (first + index * splits) * BLOCK
         k = k_ref[pl.ds(start, BLOCK), :]
-        scores = transform.apply_softcap(_dot(q, k.T))
+        scores = transform.apply_softcap(float_product(q, k.T))
         scores = jnp.where(visible(start), scores, MASKED_SCORE)
 
         new_highest = jnp.maximum(highest, scores.max(axis=-1))
         shrink = jnp.exp(highest - new_highest)
         weights = jnp.exp(scores - new_highest[:, None])
         v = v_ref[pl.ds(start, BLOCK), :]
-        out = out * shrink[:, None] + _dot(weights.astype(v.dtype), v)
+        out = out * shrink[:, None] + float_product(weights.astype(v.dtype), v)
         return out, new_highest, total * shrink + weights.sum(axis=-1)
 
     queries = q.shape[0]
@@ -190,7 +190,7 @@ def _attend_kernel(
     total_ref[...] = total
 
 
-def _dot(x: Float[Array, "m k"], y: Float[Array, "k n"]) -> Float[Array, "m n"]:
+def float_product(x: Float[Array, "m k"], y: Float[Array, "k n"]) -> Float[Array, "m n"]:
     """The product in float32; numbers of float32 are not rounded before it."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.dot(x, y, preferred_element_type=jnp.float32, precision=precision)

@@ -131,7 +131,7 @@ def flash_attention(
 
     # Key heads lead, for `lax.map` over them.
     q = group_queries(q, heads, transform).reshape(b, heads, h // heads, n, e)
-    q, k, v = (jnp.moveaxis(_pad(x, -2, block), 1, 0) for x in (q, k, v))
+    q, k, v = (jnp.moveaxis(pad_tokens(x, -2, block), 1, 0) for x in (q, k, v))
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape(heads, -1)
     out = _flash(_Static(mask, transform, block), q, k, v, sinks, metas, blocks)
@@ -392,15 +392,15 @@ def _with_real(key: Meta) -> Meta:
 
 
 def _pad_meta(meta: Meta, block: int) -> Meta:
-    return {name: _pad(jnp.asarray(x), 1, block) for name, x in meta.items()}
+    return {name: pad_tokens(jnp.asarray(x), 1, block) for name, x in meta.items()}
 
 
-def _pad(x: Array, axis: int, block: int) -> Array:
-    """``x`` with zeros at the end of ``axis``, up to a multiple of ``block``."""
+def pad_tokens(x: Array, axis: int, block: int, value: int = 0) -> Array:
+    """``x`` with ``value`` at the end of ``axis``, up to a multiple of ``block``."""
     axis %= x.ndim
     missing = -x.shape[axis] % block
     if not missing:
         return x
     padding = [(0, 0)] * x.ndim
     padding[axis] = (0, missing)
-    return jnp.pad(x, padding)
+    return jnp.pad(x, padding, constant_values=value)

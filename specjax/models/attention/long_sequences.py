@@ -1,8 +1,8 @@
 """Attention over long sequences, as in training: the one place that chooses an implementation.
 
-On TPU it is JAX's splash attention, if that supports the mask. In all other cases it is
-:mod:`~specjax.models.attention.flash`. (cuDNN, which ``jax.nn.dot_product_attention`` can call,
-supports no packed documents.)
+On TPUs it is JAX's splash attention, on GPUs our own kernel
+(:mod:`~specjax.models.attention.range_kernel`), if they support the mask. In all other cases it is
+:mod:`~specjax.models.attention.flash`.
 
 Axis legend: B rows, N tokens, H query heads, K key heads, E head size.
 """
@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from specjax._util.platform import platform
-from specjax.models.attention import splash, splash_windows
+from specjax.models.attention import range_kernel, splash, splash_windows
 from specjax.models.attention.dense import Causal, Isolated, MaskFn, Meta, ScoreTransform
 from specjax.models.attention.flash import block_size, find_blocks, flash_attention
 from specjax.models.sharding import axes_of, head_axis, model_devices, splits_tokens
@@ -42,9 +42,11 @@ def long_attention(
       groups: query heads per key head.
       rows: how a batch ``[B, N]`` is sharded over devices. Each device then runs its own rows, and
         skips the blocks that those do not see. If tokens are split as well, its queries are its
-        part of each row, and the keys are whole; the kernels for TPUs do not run then. If its mesh
-        splits models, a device runs its own heads.
+        part of each row, and the keys are whole; no kernels run then. If its mesh splits models, a
+        device runs its own heads.
     """
+    if range_kernel.supports_sequences(mask, transform) and not splits_tokens(rows):
+        return _by_range_kernel(mask, meta, transform, groups, rows)
     by_kernel = platform().splash_attention and not splits_tokens(rows)
     if not by_kernel or not splash.supports(mask, transform):
         return _by_blocks(mask, meta, meta, transform, groups, rows)
@@ -74,6 +76,31 @@ def long_attention(
         clean_v = v[:, :, :clean]
         clean_out = run_kernel(clean_q, clean_k, clean_v, segments[:, :clean])
         return jnp.concatenate([clean_out, attend_windows(q[:, clean:], k, v)], axis=1)
+
+    return attend
+
+
+def _by_range_kernel(
+    mask: MaskFn,
+    meta: Meta,
+    transform: ScoreTransform,
+    groups: int,
+    rows: NamedSharding | None,
+) -> Attend:
+    """:func:`specjax.models.attention.range_kernel.sequence_attention`."""
+    make_tables = _map_rows(lambda meta: range_kernel.make_tables(mask, meta), rows)
+    tables = make_tables(dict(meta))
+    other_heads = _by_blocks(mask, meta, meta, transform, groups, rows)
+
+    def run(q, k, v, tables):
+        return range_kernel.sequence_attention(q, k, v, tables, transform=transform)
+
+    run = _map_heads(run, rows, 1)
+
+    def attend(q, k, v):
+        if not range_kernel.supports_head(q.shape[-1]):
+            return other_heads(q, k, v)
+        return run(q, k, v, tables)
 
     return attend
 

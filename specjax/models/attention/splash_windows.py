@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax.models.attention import splash
 from specjax.models.attention.dense import SCALE_ONLY, Isolated, MaskFn, Meta, ScoreTransform
+from specjax.models.attention.key_ranges import document_starts
 from specjax.models.attention.splash import BLOCKS, SplashBlocks
 
 SCOPE = "windows"  # the name of this attention in a compiled program
@@ -105,7 +106,7 @@ def make_window_tables(
     keys = count + -count % blocks.keys
     tail = {name: x[:, clean:] for name, x in meta.items()}
     is_real = (tail["windows"] > 0) & (tail["segment"] > 0)
-    document_start = _document_starts(meta, clean)
+    document_start = document_starts(meta, clean)
     start = jnp.where(is_real, tail["starts"] + document_start, 0)
     index = jnp.where(is_real, tail["position"] - tail["starts"], 0)
     query = jnp.broadcast_to(jnp.arange(queries, dtype=jnp.int32), start.shape)
@@ -124,20 +125,6 @@ def make_window_tables(
 
     code = splash.pad_tokens(code, queries + -queries % blocks.queries)
     return WindowTables(code, visited(blocks.keys), visited(blocks.wide(keys)))
-
-
-def _document_starts(meta: Meta, clean: int) -> Int[Array, "B A"]:
-    """The place of position 0 of the document of each window's token."""
-    segments = meta["segment"]
-    places = jnp.arange(clean, dtype=jnp.int32)
-    # Indexed by segment, of which there are at most as many as clean tokens. All tokens of a
-    # segment write the same value, place - position.
-    starts = jnp.zeros((len(segments), clean + 1), jnp.int32)
-    rows = jnp.arange(len(segments))[:, None]
-    starts = starts.at[rows, segments[:, :clean]].set(
-        places - meta["position"][:, :clean], mode="drop"
-    )
-    return jnp.take_along_axis(starts, segments[:, clean:], axis=1)
 
 
 def _overlaps(
