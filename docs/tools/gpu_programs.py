@@ -21,7 +21,11 @@ import jax
 from jax.experimental import topologies
 
 DEVICE = Path(__file__).with_name("h100.txtpb")
-THUNK = re.compile(r"^(?P<indent>\s*)\d+: (?P<kind>k\w+)\s*(?:\[.*?\])?\s*(?P<name>\S*)")
+THUNK = re.compile(
+    r"^(?P<indent>\s*)(?P<number>\d+): (?P<kind>k\w+)\s*(?:\[.*?\])?\s*(?P<name>\S*)"
+)
+METADATA = re.compile(r'profile_annotation: "([^"]*)"\s*thunk_id: (\d+)')
+TRIP_COUNT = re.compile(r'%(\S+) = [^\n]* while\([^\n]*"known_trip_count":\{"n":"(\d+)"\}')
 BRANCH = re.compile(r"^(?P<indent>\s*)(?:false_branch|true_branch|branch_\d+):\s*$")
 # Not kernels: what only steers the others.
 STEERING = ("kCommandBuffer", "kWhile", "kConditional")
@@ -33,10 +37,13 @@ class Thunk:
     """An entry of the runtime's list.
 
     ``parts`` are the lists of a graph (one), a loop (condition, body) or a conditional (branches).
+    ``turns``: how often a loop turns, if the compiler knows. The host then reads no condition.
     """
 
     kind: str
     name: str
+    number: int
+    turns: int | None = None
     parts: list[list[Thunk]] = dataclasses.field(default_factory=list)
 
 
@@ -81,8 +88,14 @@ def gpu_devices(count: int = 1) -> list[jax.Device]:
     return list(topology.devices)
 
 
-def compile_for_gpu(lowered: jax.stages.Lowered, turns: int = 1) -> GpuProgram:
-    """Compiles for the devices that the arguments lie on. Inner loops count ``turns`` times."""
+def compile_for_gpu(
+    lowered: jax.stages.Lowered, turns: int = 1, training: bool = False
+) -> GpuProgram:
+    """Compiles for the devices that the arguments lie on. Inner loops count ``turns`` times.
+
+    In a step of training (``training``) loops count as often as they turn, where that is known, and
+    the outer loop is the one over micro-batches.
+    """
     with tempfile.TemporaryDirectory() as folder:
         dump = {
             "xla_dump_to": folder,
@@ -91,15 +104,17 @@ def compile_for_gpu(lowered: jax.stages.Lowered, turns: int = 1) -> GpuProgram:
         }
         compiled = lowered.compile(compiler_options=dump)
         thunks = parse_thunks(_thunk_text(Path(folder)))
+        if training:
+            _set_turns(thunks, _turns_of_loops(Path(folder), compiled.as_text()))
 
     memory = compiled.memory_analysis()
-    loop, one_graph = _outer_loop(thunks)
+    loop, one_graph = _largest_loop(thunks) if training else _outer_loop(thunks)
     count = Count()
     parts = [thunks]
     if loop is not None:
         parts = loop.parts
         # Outside of a graph, the host reads the loop's condition at each turn.
-        count.waits = 0 if one_graph else 1
+        count.waits = 0 if one_graph or loop.turns else 1
     for part in parts:
         _add(part, count, turns, one_graph)
     return GpuProgram(one_graph, count, memory.temp_size_in_bytes, compiled.as_text())
@@ -129,7 +144,7 @@ class _Parser:
         thunks = []
         while match := self._thunk(indent):
             self.at += 1
-            thunk = Thunk(match["kind"], match["name"])
+            thunk = Thunk(match["kind"], match["name"], int(match["number"]))
             depth = len(match["indent"])
             if thunk.kind == "kCommandBuffer":
                 thunk.parts = [self.sequence(depth + 1)]
@@ -182,6 +197,35 @@ def _outer_loop(thunks: list[Thunk], in_graph: bool = False) -> tuple[Thunk | No
     return None, False
 
 
+def _largest_loop(thunks: list[Thunk], in_graph: bool = False) -> tuple[Thunk | None, bool]:
+    """The loop with the most kernels of those that no other holds, and whether it is in a graph."""
+    found = []
+    for thunk in thunks:
+        if thunk.kind == "kWhile":
+            found.append((thunk, in_graph))
+        elif thunk.parts:
+            held = in_graph or thunk.kind == "kCommandBuffer"
+            found += [_largest_loop(part, held) for part in thunk.parts]
+    loops = [(loop, held) for loop, held in found if loop is not None]
+    return max(loops, key=lambda pair: _size([pair[0]]), default=(None, False))
+
+
+def _turns_of_loops(folder: Path, hlo: str) -> dict[int, int]:
+    """How often the loops turn of which the compiler knows it, by their thunk's number."""
+    known = {name: int(turns) for name, turns in TRIP_COUNT.findall(hlo)}
+    metadata = max((file.read_text() for file in folder.glob("*thunk_metadata.txt")), key=len)
+    named = METADATA.findall(metadata)
+    return {int(number): known[name] for name, number in named if name in known}
+
+
+def _set_turns(thunks: list[Thunk], turns: dict[int, int]) -> None:
+    for thunk in thunks:
+        if thunk.kind == "kWhile":
+            thunk.turns = turns.get(thunk.number)
+        for part in thunk.parts:
+            _set_turns(part, turns)
+
+
 def _add(thunks: list[Thunk], count: Count, turns: int, in_graph: bool, times: int = 1) -> None:
     """Adds what a list runs ``times`` times to ``count``."""
     for thunk in thunks:
@@ -191,8 +235,11 @@ def _add(thunks: list[Thunk], count: Count, turns: int, in_graph: bool, times: i
             _add(thunk.parts[0], count, turns, True, times)
         elif thunk.kind == "kWhile":
             condition, body = thunk.parts
-            count.waits += outside * (turns + 1)
             count.empty_conditions += in_graph and not condition
+            if thunk.turns is not None:
+                _add(body, count, turns, in_graph, times * thunk.turns)
+                continue
+            count.waits += outside * (turns + 1)
             _add(condition, count, turns, in_graph, times * (turns + 1))
             _add(body, count, turns, in_graph, times * turns)
         elif thunk.kind == "kConditional":

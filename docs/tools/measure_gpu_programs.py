@@ -9,6 +9,11 @@ GPU: only the wheels that CONTRIBUTING names. It prints per method, batch size a
 
 A loop inside of a round counts one turn (draft loops γ − 1, `--turns`), and a conditional its
 longest branch. No times are known: nothing is autotuned without a GPU.
+
+With `--training` it compiles the step of `configs/sdsat_codellama_7b.toml` for rows of so many
+tokens, and counts a micro-batch. Loops then count as often as they turn, where that is known;
+those that end on data count `--turns`. With `--prefill` it compiles the pass over a chunk of each
+row's prompt.
 """
 
 from __future__ import annotations
@@ -19,6 +24,9 @@ import sys
 
 import jax
 from gpu_programs import GpuProgram, cache_copies, compile_for_gpu, gpu_devices
+from jax.sharding import AxisType, Mesh
+from measure_tpu import lower_pass
+from measure_training import config, step_setup
 from shapes import DRAFTS, SHAPES
 
 import specjax as sj
@@ -29,6 +37,10 @@ from specjax.models.quantization import parse_scheme
 from specjax.registry import METHODS
 from specjax.rewards import Judge, Length, combine
 from specjax.runtime.generate import make_engine
+from train.engine.placement import AXES as TRAIN_AXES
+from train.engine.placement import Placement
+from train.sdsat.dryrun import step_parts
+from train.sdsat.memory import lowered_step
 
 DRAWS = {"greedy": sj.Sampling(), "sampled": SAMPLED}
 REWARD = Length(8, 64)  # of methods that a reward guides
@@ -65,18 +77,56 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--cache-dtype", choices=["int8"])
     parser.add_argument("--grammars", action="store_true", help="rows have grammars as tables")
     parser.add_argument("--mesh", type=mesh_axes, default={"data": 1, "model": 1})
+    parser.add_argument("--prefill", action="store_true", help="a pass over a chunk of prompts")
+    parser.add_argument(
+        "--training", type=whole(256), nargs="+", metavar="N", help="a step instead"
+    )
     args = parser.parse_args(argv)
 
     # Programs depend on the backend. It must be the one compiled for, not this machine's.
     devices = gpu_devices(args.mesh["data"] * args.mesh["model"])
     jax.default_backend = lambda: "gpu"
+    if args.training:
+        return print_steps(args, devices[0])
     mesh = mesh_over(devices, **args.mesh)
+    if args.prefill:
+        return print_prefill(args, mesh)
     print(f"| {' | '.join(HEADS)} |\n| --- | --- |" + " ---: |" * (len(HEADS) - 2))
     for method in args.methods:
         for draws in args.draws:
             for rows in args.batch:
                 cells = row(args, mesh, method, draws, rows)
                 print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def print_steps(args: argparse.Namespace, device: jax.Device) -> None:
+    """One row per length of a row: what a micro-batch of SDSAT's step runs."""
+    heads = ["tokens", "kernels", "waits", "temporaries MB"]
+    print(f"| {' | '.join(heads)} |\n|" + " ---: |" * len(heads))
+    placement = Placement(Mesh([[device]], TRAIN_AXES, axis_types=(AxisType.Auto,) * 2))
+    for tokens in args.training:
+        cfg = config("isolated", tokens, None)
+        setup = step_setup(cfg, args.layers)
+        parts = step_parts(cfg, setup, setup.model, placement.row_sharding(0))
+        lowered = lowered_step(parts, placement)
+        program = compile_for_gpu(lowered, args.turns, training=True)
+        count = program.count
+        cells = [f"{tokens:,}", str(count.kernels), str(count.waits)]
+        print(f"| {' | '.join(cells)} | {program.temp_bytes / 1e6:,.0f} |", flush=True)
+
+
+def print_prefill(args: argparse.Namespace, mesh: Mesh) -> None:
+    """One row per batch size: what a pass over a chunk of each row's prompt runs."""
+    heads = ["batch", "tokens a pass", "kernels", "waits", "temporaries MB"]
+    print(f"| {' | '.join(heads)} |\n|" + " ---: |" * len(heads))
+    target = abstract_model(SHAPES[args.target], mesh, layers=args.layers)
+    engine = make_engine(target, None, METHODS["autoregressive"], {}, greedy=False)
+    for rows in args.batch:
+        chunk = engine.chunk_size(args.capacity, rows)
+        program = compile_for_gpu(lower_pass(engine, rows, args.capacity, chunk), args.turns)
+        cells = [rows, chunk, program.count.kernels, program.count.waits]
+        cells = " | ".join(map(str, cells))
+        print(f"| {cells} | {program.temp_bytes / 1e6:,.0f} |", flush=True)
 
 
 def row(args: argparse.Namespace, mesh, method: str, draws: str, rows: int) -> list[str]:

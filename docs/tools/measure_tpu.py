@@ -189,7 +189,7 @@ def print_prefill(args: argparse.Namespace) -> None:
     for rows in args.batch:
         engine = make_engine(target, None, METHODS["autoregressive"], {}, greedy=False)
         chunk = engine.chunk_size(args.capacity, rows)
-        compiled = compile_pass(engine, rows, args.capacity, chunk)
+        compiled = lower_pass(engine, rows, args.capacity, chunk).compile()
         middle = [args.capacity // 2 + chunk // 2]  # positions that an average pass reads
         count = functools.partial(turns, blocks_read(target, rows, args, middle, chunk))
         rate = products_per_cycle(device)
@@ -229,13 +229,13 @@ def compile_kernel(topology: str, size: int, capacity: int, tokens: int) -> None
     jax.jit(splash_chunk.chunk_attention).lower(q, k, k, shaped((1, tokens), jnp.int32)).compile()
 
 
-def compile_pass(engine, rows: int, capacity: int, chunk: int) -> jax.stages.Compiled:
-    """A compiled pass over a chunk of each row's prompt."""
+def lower_pass(engine, rows: int, capacity: int, chunk: int) -> jax.stages.Lowered:
+    """A pass over a chunk of each row's prompt."""
     shaped = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     net = engine.inputs(sj.Sampling(), rows).target
     cache = jax.eval_shape(lambda net: net.cache(rows, capacity), net)
     prefill_chunk = jax.jit(lambda net, *pieces: net.prefill_chunk(*pieces), donate_argnums=1)
-    return prefill_chunk.lower(net, cache, shaped((rows, chunk)), shaped((rows,))).compile()
+    return prefill_chunk.lower(net, cache, shaped((rows, chunk)), shaped((rows,)))
 
 
 def blocks_read(model: sj.LM, rows: int, args, held: list[int], n: int) -> dict[str, int]:

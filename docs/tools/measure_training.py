@@ -47,7 +47,7 @@ from train.engine.placement import AXES, Placement
 from train.sdsat.dryrun import step_parts
 from train.sdsat.insertion import Insertion, isolated_row
 from train.sdsat.losses import SdsatObjective
-from train.sdsat.memory import compiled_step, shallow
+from train.sdsat.memory import lowered_step, shallow
 from train.sdsat.operations import useful_operations
 from train.sdsat.prepare import SdsatSetup
 from train.sdsat.trainable import make_tuning
@@ -178,7 +178,7 @@ def depth_cycles(
     setup, cores = step_setup(cfg, layers), device.num_cores
     placement = Placement(Mesh([[device]], AXES, axis_types=(AxisType.Auto,) * 2))
     parts = step_parts(cfg, setup, setup.model, placement.row_sharding(0))
-    text = compiled_step(parts, placement).as_text()
+    text = lowered_step(parts, placement).compile().as_text()
     drawn = drawn_tables(setup.insertion, cfg.data.seq_len)
 
     def calls(line: str) -> float:

@@ -15,6 +15,7 @@ from specjax.models.attention.dense import Causal, Isolated, ScoreTransform
 from specjax.models.attention.key_ranges import mask_ranges, supports_ranges, visits_of
 from specjax.models.attention.long_sequences import long_attention
 from specjax.models.attention.range_kernel import (
+    KernelBlocks,
     RangeBlocks,
     make_tables,
     prefill_attention,
@@ -25,10 +26,7 @@ from train.sdsat.insertion import Insertion, append_windows
 
 CLEAN, APPENDED, LONGEST, SIZE = 70, 30, 4, 16
 INTERPRET = jax.default_backend() != "gpu"
-BLOCKS = {
-    "forward": RangeBlocks(32, 16),
-    "backward": RangeBlocks(16, 16),
-}
+BLOCKS = KernelBlocks(RangeBlocks(32, 16), RangeBlocks(32, 16), RangeBlocks(16, 16))
 WITH_KERNEL = dataclasses.replace(CPU, range_kernel=True)
 
 MASKS = {
@@ -89,9 +87,9 @@ def with_grads(attend, real, q, k, v, d_out):
 
 def kernel(mask, transform):
     def attend(q, k, v):
-        tables = make_tables(mask, meta_of(mask), **BLOCKS)
+        tables = make_tables(mask, meta_of(mask), BLOCKS.tables)
         return sequence_attention(
-            q, k, v, tables, transform=transform, interpret=INTERPRET, **BLOCKS
+            q, k, v, tables, transform=transform, blocks=BLOCKS, interpret=INTERPRET
         )
 
     return attend
@@ -145,8 +143,8 @@ def test_blocks_that_no_query_sees_are_not_visited():
     meta = meta_of(mask)
     seen = np.pad(np.asarray(mask(meta, meta)), ((0, 0), (0, 28), (0, 12)))
     wanted = seen.reshape(2, 8, 16, 7, 16).any((2, 4))
-    tables = make_tables(mask, meta, RangeBlocks(32, 16), RangeBlocks(16, 16))
-    for visits, blocks in ((tables.of_queries, wanted), (tables.of_keys, wanted.swapaxes(1, 2))):
+    tables = make_tables(mask, meta, RangeBlocks(16, 16))
+    for visits, blocks in ((tables.by_query, wanted), (tables.by_key, wanted.swapaxes(1, 2))):
         listed = np.zeros(blocks.shape, bool)
         for row, i in np.ndindex(blocks.shape[:2]):
             listed[row, i, visits.order[row, i, : visits.count[row, i]]] = True
@@ -154,18 +152,18 @@ def test_blocks_that_no_query_sees_are_not_visited():
         assert listed.sum() <= blocks.sum() + 8
 
 
-@pytest.mark.parametrize("lost", ["of_queries", "of_keys", "forward"])
+@pytest.mark.parametrize("lost", ["by_query", "by_key"])
 def test_a_block_left_out_by_mistake_is_noticed(lost):
     mask, transform = MASKS["isolated"]
     meta = meta_of(mask)
     count = meta["position"].shape[1]
-    tables = make_tables(mask, meta, **BLOCKS)
+    tables = make_tables(mask, meta, BLOCKS.tables)
     visits = getattr(tables, lost)
     fewer = visits._replace(count=jnp.maximum(visits.count - 1, 0))
 
     def attend(tables, q, k, v):
         return sequence_attention(
-            q, k, v, tables, transform=transform, interpret=INTERPRET, **BLOCKS
+            q, k, v, tables, transform=transform, blocks=BLOCKS, interpret=INTERPRET
         )
 
     given = meta["segment"] > 0, *arrays(count, count, "float32")
@@ -184,9 +182,7 @@ def test_prefill_equals_attention_to_the_whole_cache(window):
     want = dense.dense_attention(q, k, v, mask)
     behind = -(-(positions[:, -1:] + 1) // 64) * 64 <= jnp.arange(capacity)
     broken = jnp.where(behind[:, None, :, None], jnp.nan, k)
-    got = prefill_attention(
-        q, broken, v, positions, window=window, blocks=RangeBlocks(16, 64), interpret=INTERPRET
-    )
+    got = prefill_attention(q, broken, v, positions, window=window, interpret=INTERPRET)
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 
@@ -222,8 +218,8 @@ def test_a_gpu_runs_it_on_each_device(monkeypatch):
         np.testing.assert_allclose(x, y, atol=1e-5)
     assert len(calls) == 1
     # Heads of other sizes go block by block.
-    narrow = [x[..., :8] for x in given[1:]]
-    assert with_grads(ours, given[0], *narrow)[0].shape == narrow[0].shape
+    narrow = [x[..., :8] for x in given[1:4]]
+    assert jax.eval_shape(ours, *narrow).shape == narrow[0].shape
     assert len(calls) == 1
 
 

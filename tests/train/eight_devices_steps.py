@@ -12,7 +12,7 @@ from train.config import Optim
 from train.engine.optim import make_optimizer
 from train.engine.placement import make_placement
 from train.sdsat.losses import SdsatObjective, sdsat_loss, weigh
-from train.sdsat.memory import Parts, compiled_step
+from train.sdsat.memory import Parts, lowered_step
 
 # V does not divide by 8, as CodeLlama's vocabulary with one id more does not.
 B, T, APPENDED, D, KEYS, INNER, V = 8, 48, 24, 64, 32, 176, 417
@@ -50,7 +50,7 @@ def program(loss, fsdp):
         batches=batch,
         sequences=1,
     )
-    return compiled_step(parts, placement).as_text()
+    return lowered_step(parts, placement).compile().as_text()
 
 
 @pytest.mark.parametrize("fsdp", [1, 8])

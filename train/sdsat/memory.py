@@ -66,13 +66,13 @@ class Compiled(NamedTuple):
 
 def compile_step(parts: Parts, placement: Placement, layers: int) -> Compiled:
     """The memory of a step on the placement's devices, for a model with this many ``layers``."""
-    sizes = compiled_step(parts, placement).memory_analysis()
+    sizes = lowered_step(parts, placement).compile().memory_analysis()
     fresh = max(0, sizes.output_size_in_bytes - sizes.alias_size_in_bytes)
     return Compiled(sizes.argument_size_in_bytes, sizes.temp_size_in_bytes, fresh, (layers,))
 
 
-def compiled_step(parts: Parts, placement: Placement) -> jax.stages.Compiled:
-    """The compiled step for the placement's devices; nothing is allocated on them."""
+def lowered_step(parts: Parts, placement: Placement) -> jax.stages.Lowered:
+    """The step for the placement's devices; nothing is allocated on them."""
     state = jax.eval_shape(parts.optimizer.init, parts.trainable)
     placed = placement.step_shardings(parts.trainable, state)
     step = make_step(parts.loss, parts.optimizer, parts.weigh, placed)
@@ -80,7 +80,7 @@ def compiled_step(parts: Parts, placement: Placement) -> jax.stages.Compiled:
     trees = (parts.trainable, state, parts.frozen)
     if placed:
         trees = jax.tree.map(_with_sharding, trees, placement.shardings(trees))
-    return step.lower(*trees, rows).compile()
+    return step.lower(*trees, rows)
 
 
 def _with_sharding(shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -79,9 +79,7 @@ def chain_ranges(positions: Int[Array, "B N"], window: int | None) -> KeyRanges:
     )
 
 
-def visits_of(
-    ranges: KeyRanges, keys: int, block: int, wide: int
-) -> tuple[Visits, Visits]:
+def visits_of(ranges: KeyRanges, keys: int, block: int, wide: int) -> tuple[Visits, Visits]:
     """The blocks of keys of each block of queries, and the blocks of queries of each one of keys.
 
     A block's range goes from the first begin to the last end of its queries. So a visited block

@@ -46,33 +46,39 @@ class RangeBlocks(NamedTuple):
     keys: int
 
 
+class KernelBlocks(NamedTuple):
+    """The blocks of :class:`RangeTables`, and those of a program: each divides the tables'."""
+
+    tables: RangeBlocks
+    forward: RangeBlocks
+    backward: RangeBlocks
+
+
 class RangeTables(NamedTuple):
     """What the kernels need to know of a batch; made once for all layers.
 
-    ``forward``: the blocks of keys that each block of queries visits. ``of_queries`` and
-    ``of_keys``: the same for the backward pass's blocks, and the blocks of queries that each block
-    of keys visits. ``ranges`` are those of all queries, padded to whole blocks.
+    ``by_query``: the blocks of keys that each block of queries visits. ``by_key``: the blocks of
+    queries that each block of keys visits. ``ranges`` are those of all queries, padded to whole
+    blocks.
     """
 
     ranges: KeyRanges
-    forward: Visits
-    of_queries: Visits
-    of_keys: Visits
+    by_query: Visits
+    by_key: Visits
 
 
 class _Static(NamedTuple):
     """Arguments that are not traced."""
 
     transform: ScoreTransform
-    forward: RangeBlocks
-    backward: RangeBlocks
+    blocks: KernelBlocks
     interpret: bool
 
 
-FORWARD = RangeBlocks(queries=128, keys=64)
-BACKWARD = RangeBlocks(queries=64, keys=64)
-# A cache is not padded: its capacity is a multiple of this.
-KEYS = FORWARD.keys
+# Tables are made before the size and dtype of heads are known. A cache is not padded: its capacity
+# is a multiple of a block's keys.
+TABLES = RangeBlocks(queries=128, keys=64)
+HEAD_BYTES = 256  # of the largest heads whose programs take the largest blocks
 
 
 def supports_sequences(mask: MaskFn, transform: ScoreTransform) -> bool:
@@ -85,7 +91,7 @@ def supports_prefill(tokens: int, transform: ScoreTransform, cache: KVBuffer) ->
     if not _supports_transform(transform) or isinstance(cache, QuantizedKV):
         return False
     capacity, size = cache.shape[2:]
-    return supports_head(size) and capacity % KEYS == 0 and tokens >= FORWARD.queries
+    return supports_head(size) and capacity % TABLES.keys == 0 and tokens >= TABLES.queries
 
 
 def supports_head(size: int) -> bool:
@@ -97,28 +103,25 @@ def _supports_transform(transform: ScoreTransform) -> bool:
     return platform().range_kernel and not transform.alibi and not transform.sinks
 
 
-def make_tables(
-    mask: MaskFn,
-    meta: dict[str, Array],
-    forward: RangeBlocks = FORWARD,
-    backward: RangeBlocks = BACKWARD,
-) -> RangeTables:
+def blocks_of(q: Float[Array, "B N H E"]) -> KernelBlocks:
+    """Blocks that fit the shared memory of any GPU since Ampere, for queries of this size."""
+    largest = max(1, q.shape[-1] * q.dtype.itemsize // HEAD_BYTES)
+    forward = RangeBlocks(TABLES.queries // largest, TABLES.keys // largest)
+    return KernelBlocks(TABLES, forward, RangeBlocks(64 // largest, 64 // largest))
+
+
+def make_tables(mask: MaskFn, meta: dict[str, Array], blocks: RangeBlocks = TABLES) -> RangeTables:
     """The tables of self-attention in packed rows with ``mask``, which :func:`supports_ranges`."""
-    return _tables_of(mask_ranges(mask, meta), meta["position"].shape[1], forward, backward)
+    return _tables_of(mask_ranges(mask, meta), meta["position"].shape[1], blocks)
 
 
-def _tables_of(
-    ranges: KeyRanges, keys: int, forward: RangeBlocks, backward: RangeBlocks
-) -> RangeTables:
+def _tables_of(ranges: KeyRanges, keys: int, blocks: RangeBlocks) -> RangeTables:
     """The tables of ``ranges`` over ``keys`` keys; both are padded to whole blocks."""
     begin, end = (
-        pad_tokens(x, 2, max(forward.queries, backward.queries), fill)
-        for x, fill in zip(ranges, NOWHERE, strict=True)
+        pad_tokens(x, 2, blocks.queries, fill) for x, fill in zip(ranges, NOWHERE, strict=True)
     )
     padded = KeyRanges(begin, end)
-    keys += -keys % max(forward.keys, backward.keys)
-    of_queries, of_keys = visits_of(padded, keys, *backward)
-    return RangeTables(padded, visits_of(padded, keys, *forward)[0], of_queries, of_keys)
+    return RangeTables(padded, *visits_of(padded, keys + -keys % blocks.keys, *blocks))
 
 
 def sequence_attention(
@@ -128,8 +131,7 @@ def sequence_attention(
     tables: RangeTables,
     *,
     transform: ScoreTransform = SCALE_ONLY,
-    forward: RangeBlocks = FORWARD,
-    backward: RangeBlocks = BACKWARD,
+    blocks: KernelBlocks | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B N H E"]:
     """Self-attention of packed rows, with gradients.
@@ -137,15 +139,15 @@ def sequence_attention(
     A query that sees nothing gets 0.
 
     Args:
-      tables: :func:`make_tables` with the same blocks.
-      forward, backward: the larger number of tokens is a multiple of the smaller.
+      tables: :func:`make_tables` with ``blocks.tables``.
+      blocks: by default :func:`blocks_of` the queries.
       interpret: run in Python, on any device.
     """
+    blocks = blocks or blocks_of(q)
     count = q.shape[1]
-    q = pad_tokens(q, 1, max(forward.queries, backward.queries))
-    k, v = (pad_tokens(x, 2, max(forward.keys, backward.keys)) for x in (k, v))
-    static = _Static(transform, forward, backward, interpret)
-    return _attend(static, q, k, v, tables)[:, :count]
+    q = pad_tokens(q, 1, blocks.tables.queries)
+    k, v = (pad_tokens(x, 2, blocks.tables.keys) for x in (k, v))
+    return _attend(_Static(transform, blocks, interpret), q, k, v, tables)[:, :count]
 
 
 def prefill_attention(
@@ -156,7 +158,7 @@ def prefill_attention(
     *,
     window: int | None = None,
     transform: ScoreTransform = SCALE_ONLY,
-    blocks: RangeBlocks = FORWARD,
+    blocks: KernelBlocks | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B N H E"]:
     """Causal attention of a prefill chunk to the cache that holds it and all before it.
@@ -165,12 +167,14 @@ def prefill_attention(
 
     Args:
       window: positions that a query sees, its own included.
+      blocks: by default :func:`blocks_of` the queries.
       interpret: run in Python, on any device.
     """
+    blocks = blocks or blocks_of(q)
     count = q.shape[1]
-    tables = _tables_of(chain_ranges(positions, window), k.shape[2], blocks, blocks)
-    static = _Static(transform, blocks, blocks, interpret)
-    return _forward(static, pad_tokens(q, 1, blocks.queries), k, v, tables)[0][:, :count]
+    tables = _tables_of(chain_ranges(positions, window), k.shape[2], blocks.tables)
+    q = pad_tokens(q, 1, blocks.tables.queries)
+    return _forward(_Static(transform, blocks, interpret), q, k, v, tables)[0][:, :count]
 
 
 def _without_lse(
@@ -198,17 +202,18 @@ def _forward(
 ) -> tuple[Float[Array, "B N H E"], Float[Array, "B H N"]]:
     """The result, and each query's logsumexp, 0 where it sees nothing."""
     rows, count, heads, _ = q.shape
-    block = static.forward.queries
+    block, wide = static.blocks.forward
+    unit = static.blocks.tables
     specs = _Specs(q.shape, k.shape, block)
     return pl.pallas_call(
-        functools.partial(_forward_kernel, static.transform, static.forward.keys),
+        functools.partial(_forward_kernel, static.transform, unit.keys, wide),
         grid=(count // block, heads, rows),
         in_specs=[
             specs.queries(),
             specs.all_keys(),
             specs.all_keys(),
             *specs.ranges(),
-            *specs.visits(tables.forward),
+            *specs.visits(tables.by_query, unit.queries // block),
         ],
         out_specs=[specs.queries(), specs.scalars()],
         out_shape=[
@@ -218,7 +223,7 @@ def _forward(
         compiler_params=_compiler_params(q),
         interpret=static.interpret,
         name="range_attention",
-    )(q, k, v, *tables.ranges, *tables.forward)
+    )(q, k, v, *tables.ranges, *tables.by_query)
 
 
 def _backward(static: _Static, kept, d_out):
@@ -239,10 +244,11 @@ def _query_grads(static: _Static, arguments: tuple, tables: RangeTables):
     """The gradient of the queries: a program for each block of queries and query head."""
     q, k = arguments[:2]
     rows, count, heads, _ = q.shape
-    block = static.backward.queries
+    block, wide = static.blocks.backward
+    unit = static.blocks.tables
     specs = _Specs(q.shape, k.shape, block)
     return pl.pallas_call(
-        functools.partial(_query_grads_kernel, static.transform, static.backward.keys),
+        functools.partial(_query_grads_kernel, static.transform, unit.keys, wide),
         grid=(count // block, heads, rows),
         in_specs=[
             specs.queries(),
@@ -252,24 +258,25 @@ def _query_grads(static: _Static, arguments: tuple, tables: RangeTables):
             specs.scalars(),
             specs.scalars(),
             *specs.ranges(),
-            *specs.visits(tables.of_queries),
+            *specs.visits(tables.by_query, unit.queries // block),
         ],
         out_specs=specs.queries(),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         compiler_params=_compiler_params(q),
         interpret=static.interpret,
         name="range_attention_query_grads",
-    )(*arguments, *tables.ranges, *tables.of_queries)
+    )(*arguments, *tables.ranges, *tables.by_query)
 
 
 def _key_grads(static: _Static, arguments: tuple, tables: RangeTables):
     """The gradients of keys and values: a program for each block of keys and key head."""
     q, k, v = arguments[:3]
     rows, key_heads, keys, _ = k.shape
-    wide = static.backward.keys
+    block, wide = static.blocks.backward
+    unit = static.blocks.tables
     specs = _Specs(q.shape, k.shape, wide)
     return pl.pallas_call(
-        functools.partial(_key_grads_kernel, static.transform, static.backward.queries),
+        functools.partial(_key_grads_kernel, static.transform, unit.queries, block),
         grid=(keys // wide, key_heads, rows),
         in_specs=[
             specs.all_queries(),
@@ -279,14 +286,14 @@ def _key_grads(static: _Static, arguments: tuple, tables: RangeTables):
             specs.all_scalars(),
             specs.all_scalars(),
             *specs.all_ranges(),
-            *specs.visits(tables.of_keys),
+            *specs.visits(tables.by_key, unit.keys // wide),
         ],
         out_specs=[specs.keys(), specs.keys()],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)],
         compiler_params=_compiler_params(q),
         interpret=static.interpret,
         name="range_attention_key_grads",
-    )(*arguments, *tables.ranges, *tables.of_keys)
+    )(*arguments, *tables.ranges, *tables.by_key)
 
 
 def _compiler_params(q: Float[Array, "B N H E"]) -> Any:
@@ -337,13 +344,16 @@ class _Specs:
         shape = None, RANGES, self._count
         return [pl.BlockSpec(shape, lambda j, h, b: (b, 0, 0))] * 2
 
-    def visits(self, visits: Visits) -> list[pl.BlockSpec]:
-        order = pl.BlockSpec((None, None, visits.order.shape[2]), lambda i, h, b: (b, i, 0))
-        return [order, pl.BlockSpec((None, None), lambda i, h, b: (b, i))]
+    def visits(self, visits: Visits, parts: int) -> list[pl.BlockSpec]:
+        """``parts`` programs share a block of the tables."""
+        shape = None, None, visits.order.shape[2]
+        order = pl.BlockSpec(shape, lambda i, h, b: (b, i // parts, 0))
+        return [order, pl.BlockSpec((None, None), lambda i, h, b: (b, i // parts))]
 
 
 def _forward_kernel(
     transform,
+    unit,
     wide,
     q_ref,
     k_ref,
@@ -361,7 +371,7 @@ def _forward_kernel(
 
     def visit(step, carry):
         out, highest, total = carry
-        start = order_ref[step] * wide
+        start = _start(order_ref, step, unit, wide)
         k = k_ref[pl.ds(start, wide), :]
         scores = _scores(transform, q, k, _visible(begin_ref, end_ref, here, start, wide))
         new_highest = jnp.maximum(highest, scores.max(axis=-1))
@@ -378,7 +388,7 @@ def _forward_kernel(
         jnp.full(q.shape[:1], MASKED_SCORE / 2, jnp.float32),
         jnp.zeros(q.shape[:1], jnp.float32),
     )
-    out, highest, total = jax.lax.fori_loop(0, count_ref[...], visit, start)
+    out, highest, total = jax.lax.fori_loop(0, count_ref[...] * (unit // wide), visit, start)
     sees_any = total > 0
     total = jnp.where(sees_any, total, 1.0)
     out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
@@ -387,6 +397,7 @@ def _forward_kernel(
 
 def _query_grads_kernel(
     transform,
+    unit,
     wide,
     q_ref,
     k_ref,
@@ -408,19 +419,21 @@ def _query_grads_kernel(
     here = pl.ds(0, q.shape[0])
 
     def visit(step, d_q):
-        start = order_ref[step] * wide
+        start = _start(order_ref, step, unit, wide)
         k = k_ref[pl.ds(start, wide), :]
         v = v_ref[pl.ds(start, wide), :]
         visible = _visible(begin_ref, end_ref, here, start, wide)
         _, d_products = _score_grads(transform, q, k, v, d_out, lse, delta, visible)
         return d_q + float_product(d_products.astype(k.dtype), k)
 
-    d_q = jax.lax.fori_loop(0, count_ref[...], visit, jnp.zeros(q.shape, jnp.float32))
+    count = count_ref[...] * (unit // wide)
+    d_q = jax.lax.fori_loop(0, count, visit, jnp.zeros(q.shape, jnp.float32))
     d_q_ref[...] = (d_q * transform.query_scale(q.shape[-1])).astype(d_q_ref.dtype)
 
 
 def _key_grads_kernel(
     transform,
+    unit,
     block,
     q_ref,
     k_ref,
@@ -440,10 +453,11 @@ def _key_grads_kernel(
     v = v_ref[...]
     wide = k.shape[0]
     start = pl.program_id(0) * wide
+    count = count_ref[...] * (unit // block)
 
     def visit(group, step, carry):
         d_k, d_v = carry
-        here = pl.ds(order_ref[step] * block, block)
+        here = pl.ds(_start(order_ref, step, unit, block), block)
         q = q_ref[here, group, :]
         d_out = d_out_ref[here, group, :]
         lse = lse_ref[group, here]
@@ -455,12 +469,19 @@ def _key_grads_kernel(
         return d_k, d_v
 
     def visit_group(group, carry):
-        return jax.lax.fori_loop(0, count_ref[...], functools.partial(visit, group), carry)
+        return jax.lax.fori_loop(0, count, functools.partial(visit, group), carry)
 
     zeros = jnp.zeros(k.shape, jnp.float32)
     d_k, d_v = jax.lax.fori_loop(0, q_ref.shape[1], visit_group, (zeros, zeros))
     d_k_ref[...] = (d_k * transform.query_scale(k.shape[-1])).astype(d_k_ref.dtype)
     d_v_ref[...] = d_v.astype(d_v_ref.dtype)
+
+
+def _start(order_ref, step, unit: int, block: int):
+    """Where the block of a step begins; visits list units of one or more blocks."""
+    parts = unit // block
+    # `%` lowers to more than Triton takes; no number here is negative.
+    return order_ref[jax.lax.div(step, parts)] * unit + jax.lax.rem(step, parts) * block
 
 
 def _visible(begin_ref, end_ref, here, start, wide: int):
