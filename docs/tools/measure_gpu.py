@@ -4,12 +4,14 @@ It needs only the repository: models of published shapes with random weights, bf
 embedded pair. Each part is a process of its own, so that one that fails leaves the others as they
 are. It prints a table per part and writes the numbers after each. The parts, in this order:
 
-- tests: our attention kernel, the laws and the greedy equalities of the default tests, on this
+- tests: our attention kernels, the laws and the greedy equalities of the default tests, on this
   device;
 - speed: plain decoding, tokens and GB a second, relative to what one product streams from memory;
 - acceptance: speculative decoding if every drafted token is accepted with a given chance;
 - equality: greedy rows of the embedded pair whose tokens differ from plain decoding's;
 - switches: plain decoding of the draft's shape with and without CUDA graphs and our kernels;
+- attention: the kernels for long rows, forward and backward: their error, and their operations a
+  second relative to a product's;
 - training: steps of the draft's shape, and the part of the device's peak that they reach;
 - curve: v(T), the cost of a target pass over T tokens, and c, that of a draft pass;
 - suite: all tests.
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -48,6 +51,8 @@ from specjax.core.protocols import rule
 from specjax.core.types import IID
 from specjax.demo.heldout import held_out_functions
 from specjax.models import ModelConfig, param_shapes
+from specjax.models.attention import range_kernel
+from specjax.models.attention.dense import causal_mask, dense_attention
 from specjax.models.cache import bucket
 from specjax.verify.verdicts import chain_verdict, draft_length
 from train.config import Optim
@@ -59,6 +64,7 @@ from train.lm.losses import data_loss
 ROW = "row: "  # before each row that a part's process prints
 TESTS = (
     "tests/models/test_decode_kernel.py",
+    "tests/models/test_range_kernel.py",
     "tests/decoding/test_laws.py",
     "tests/decoding/test_decode.py",
     "tests/decoding/test_pass_width.py",
@@ -73,6 +79,7 @@ PROMPT = 128
 PAIR, PASS_WIDTHS = ("demo", "demo-draft"), (8, 1)
 SWITCHES = ("", "SPECJAX_GPU_GRAPHS", "SPECJAX_GPU_KERNELS")
 BATCH, LENGTH = 8, 1024  # of training
+LENGTHS, DENSE_LENGTH = (2048, 16384), 2048  # of attention; dense scores of more do not fit
 TOGETHER = 16  # rows of the part equality: up to this many, padding to eight tokens costs nothing
 TINY = {  # tiny sizes, which the tests run on a CPU
     "target": ModelConfig.llama(
@@ -221,13 +228,18 @@ def memory_bandwidth(tiny: bool) -> float:
     table = jnp.ones((1 << (12 if tiny else 18), 4096), jnp.bfloat16)
     x = jnp.ones((8, 4096), jnp.bfloat16)
     product = jax.jit(lambda x, table: jnp.max(x @ table.T))
-    product(x, table).block_until_ready()
+    return 2 * table.size / fastest(product, x, table) / 1e9
+
+
+def fastest(run: Any, *arrays: Any) -> float:
+    """Seconds of the fastest of ten calls of a compiled program."""
+    jax.block_until_ready(run(*arrays))
     times = []
     for _ in range(10):
         began = time.perf_counter()
-        product(x, table).block_until_ready()
+        jax.block_until_ready(run(*arrays))
         times.append(time.perf_counter() - began)
-    return 2 * table.size / min(times) / 1e9
+    return min(times)
 
 
 def curve(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -300,6 +312,68 @@ def draft_alone(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     yield {"tokens/s": per_second(decode(args, model, 1))}
 
 
+def attention(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Causal attention of one row with the target's heads, forward and backward, bfloat16."""
+    cfg = shape(args.target, "target")
+    tiny = args.target == "tiny"
+    peak = product_rate(tiny)
+    for tokens in (256,) if tiny else LENGTHS:
+        meta = {
+            "segment": jnp.ones((1, tokens), jnp.int32),
+            "position": jnp.arange(tokens, dtype=jnp.int32)[None],
+        }
+        keys = jax.random.split(jax.random.key(0), 3)
+        heads = cfg.num_heads, cfg.num_kv_heads, cfg.num_kv_heads
+        q, k, v = (
+            jax.random.normal(key, (1, count, tokens, cfg.head_dim), jnp.bfloat16)
+            for key, count in zip(keys, heads, strict=True)
+        )
+        q = q.transpose(0, 2, 1, 3)
+        run = jax.jit(functools.partial(attention_grads, by_kernel, meta))
+        row = {"tokens": tokens, "error": None}
+        if tokens <= DENSE_LENGTH:
+            dense = jax.jit(functools.partial(attention_grads, by_dense, meta))
+            row["error"] = largest_error(run(q, k, v), dense(q, k, v))
+        # Two products forward and five backward, over half of the scores.
+        count = 7 * cfg.num_heads * cfg.head_dim * tokens**2
+        rate = count / fastest(run, q, k, v)
+        yield row | {"TFLOP/s": rate / 1e12, "of a product's": rate / peak}
+
+
+def by_kernel(meta: Any, q: Any, k: Any, v: Any) -> Any:
+    """Causal attention by the kernels; without a GPU, in Pallas' interpreter."""
+    tables = range_kernel.make_tables(causal_mask, meta)
+    interpret = jax.default_backend() != "gpu"
+    return range_kernel.sequence_attention(q, k, v, tables, interpret=interpret)
+
+
+def by_dense(meta: Any, q: Any, k: Any, v: Any) -> Any:
+    """Causal attention by plain products of float32."""
+    wide = (x.astype(jnp.float32) for x in (q, k, v))
+    with jax.default_matmul_precision("highest"):
+        return dense_attention(*wide, causal_mask(meta, meta))
+
+
+def attention_grads(attend: Any, meta: Any, q: Any, k: Any, v: Any) -> Any:
+    """The result, and the gradients of the sum of its squares."""
+
+    def total(q, k, v):
+        out = attend(meta, q, k, v)
+        return jnp.sum(out.astype(jnp.float32) ** 2), out
+
+    grads, out = jax.grad(total, (0, 1, 2), has_aux=True)(q, k, v)
+    return out, *grads
+
+
+def largest_error(got: Any, want: Any) -> float:
+    """The root mean square error over the largest entry, of the array where it is largest."""
+    errors = []
+    for x, y in zip(got, want, strict=True):
+        x, y = (np.asarray(array, np.float32) for array in (x, y))
+        errors.append(float(np.sqrt(np.mean((x - y) ** 2)) / np.abs(y).max()))
+    return max(errors)
+
+
 def training(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Steps of the draft's shape: AdamW, bfloat16 passes of float32 params, blocks recomputed."""
     cfg = shape(args.target, "draft")
@@ -332,14 +406,7 @@ def product_rate(tiny: bool) -> float:
     """FLOPs a second of a bfloat16 product of 8,192³."""
     size = 64 if tiny else 8192
     x = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
-    product = jax.jit(lambda x: x @ x)
-    product(x).block_until_ready()
-    times = []
-    for _ in range(10):
-        began = time.perf_counter()
-        product(x).block_until_ready()
-        times.append(time.perf_counter() - began)
-    return 2 * size**3 / min(times)
+    return 2 * size**3 / fastest(jax.jit(lambda x: x @ x), x)
 
 
 def device(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -382,6 +449,7 @@ PARTS = {
     "acceptance": acceptance,
     "equality": equality,
     "switches": switches,
+    "attention": attention,
     "training": training,
     "curve": curve,
     "suite": suite,

@@ -37,6 +37,8 @@ def test_every_part_has_its_rows(rows_of):
     assert [row["tokens"] for row in rows_of("curve", *TINY)] == [1, 4]
     # The chances asked for.
     assert [row["λ"] for row in rows_of("acceptance", *TINY)] == [0, 1]
+    (attention,) = rows_of("attention", *TINY)
+    assert 0 < attention["error"] < 1e-3
     (training,) = rows_of("training", *TINY)
     assert training["tokens/s"] > 0
 

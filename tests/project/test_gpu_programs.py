@@ -75,3 +75,16 @@ def test_greedy_rounds_are_one_graph_too():
     check_one_graph([speculative, beam, lookup])
     # Beams change places, so their caches move.
     assert speculative["cache copies"] == lookup["cache copies"] == "0"
+
+
+def test_a_step_on_long_rows_waits_for_nothing():
+    """Attention is one kernel forward and two backward in each layer, not a loop over blocks."""
+    (row,) = measured("--training", "4096", "--layers", "2")
+    assert row["waits"] == "0"
+    assert int(row["kernels"]) < 1000
+
+
+def test_a_pass_over_prompts_waits_for_nothing():
+    for row in measured("--prefill", "--batch", "1", "8", "--capacity", "16384"):
+        assert row["waits"] == "0"
+        assert int(row["kernels"]) < 40
