@@ -121,8 +121,9 @@ def compile_for_gpu(
 
 
 def cache_copies(hlo: str, shape: str) -> int:
-    """Copies of arrays of a cache's shape, such as ``bf16[1,8,2048,128]``."""
-    return len(re.findall(rf"= {re.escape(shape)}\S* copy\(", hlo))
+    """Copies of arrays of a shape such as ``bf16[…,8,2048,128]``, for any number of rows."""
+    dtype, sizes = shape.split("[…")
+    return len(re.findall(rf"= {dtype}\[\d+{re.escape(sizes)}\S* copy\(", hlo))
 
 
 def parse_thunks(text: str) -> list[Thunk]:

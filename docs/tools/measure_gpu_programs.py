@@ -145,7 +145,7 @@ def row(args: argparse.Namespace, mesh, method: str, draws: str, rows: int) -> l
         str(program.count.waits),
         per_layer,
         f"{program.temp_bytes / 1e6:.0f}",
-        str(cache_copies(program.hlo, cache_shape(args, rows))),
+        str(cache_copies(program.hlo, cache_shape(args))),
         str(program.count.sorts),
         str(program.count.empty_conditions),
     ]
@@ -183,13 +183,15 @@ def with_adaptive_ids(cfg: ModelConfig) -> ModelConfig:
     return dataclasses.replace(cfg, adaptive_ids=ids)
 
 
-def cache_shape(args: argparse.Namespace, rows: int) -> str:
-    """A layer's keys in the target's cache, on one device, as the compiler writes the shape."""
+def cache_shape(args: argparse.Namespace) -> str:
+    """A layer's keys in the target's cache, as the compiler writes the shape; … for its rows.
+
+    A row of a search has a cache row for each of its beams.
+    """
     cfg = SHAPES[args.target]
-    local_rows = rows // args.mesh["data"]
     heads = cfg.num_kv_heads // args.mesh["model"]
     dtype = "s8" if args.cache_dtype else "bf16"
-    return f"{dtype}[{local_rows},{heads},{args.capacity},{cfg.head_dim}]"
+    return f"{dtype}[…,{heads},{args.capacity},{cfg.head_dim}]"
 
 
 if __name__ == "__main__":
