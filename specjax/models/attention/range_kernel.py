@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from specjax._util.platform import platform
 from specjax.models.attention.decode_kernel import HEAD_SIZES, float_product
-from specjax.models.attention.dense import MASKED_SCORE, SCALE_ONLY, MaskFn, ScoreTransform
+from specjax.models.attention.dense import MASKED_SCORE, SCALE_ONLY, Causal, MaskFn, ScoreTransform
 from specjax.models.attention.flash import RESULT, pad_tokens
 from specjax.models.attention.key_ranges import (
     NOWHERE,
@@ -67,7 +67,7 @@ class RangeTables(NamedTuple):
     by_key: Visits
 
 
-class _Static(NamedTuple):
+class _Choices(NamedTuple):
     """Arguments that are not traced."""
 
     transform: ScoreTransform
@@ -112,6 +112,7 @@ def blocks_of(q: Float[Array, "B N H E"]) -> KernelBlocks:
 
 def make_tables(mask: MaskFn, meta: dict[str, Array], blocks: RangeBlocks = TABLES) -> RangeTables:
     """The tables of self-attention in packed rows with ``mask``, which :func:`supports_ranges`."""
+    assert isinstance(mask, Causal), "supports_ranges knows only causal masks"
     return _tables_of(mask_ranges(mask, meta), meta["position"].shape[1], blocks)
 
 
@@ -147,7 +148,7 @@ def sequence_attention(
     count = q.shape[1]
     q = pad_tokens(q, 1, blocks.tables.queries)
     k, v = (pad_tokens(x, 2, blocks.tables.keys) for x in (k, v))
-    return _attend(_Static(transform, blocks, interpret), q, k, v, tables)[:, :count]
+    return _attend(_Choices(transform, blocks, interpret), q, k, v, tables)[:, :count]
 
 
 def prefill_attention(
@@ -174,11 +175,11 @@ def prefill_attention(
     count = q.shape[1]
     tables = _tables_of(chain_ranges(positions, window), k.shape[2], blocks.tables)
     q = pad_tokens(q, 1, blocks.tables.queries)
-    return _forward(_Static(transform, blocks, interpret), q, k, v, tables)[0][:, :count]
+    return _forward(_Choices(transform, blocks, interpret), q, k, v, tables)[0][:, :count]
 
 
 def _without_lse(
-    static: _Static,
+    static: _Choices,
     q: Float[Array, "B N H E"],
     k: Float[Array, "B K S E"],
     v: Float[Array, "B K S E"],
@@ -191,14 +192,14 @@ def _without_lse(
 _attend = jax.custom_vjp(_without_lse, nondiff_argnums=(0,))
 
 
-def _forward_for_grad(static: _Static, q, k, v, tables: RangeTables):
+def _forward_for_grad(static: _Choices, q, k, v, tables: RangeTables):
     """The result, and what :func:`_backward` reads."""
     out, lse = (checkpoint_name(x, RESULT) for x in _forward(static, q, k, v, tables))
     return out, (q, k, v, tables, out, lse)
 
 
 def _forward(
-    static: _Static, q, k, v, tables: RangeTables
+    static: _Choices, q, k, v, tables: RangeTables
 ) -> tuple[Float[Array, "B N H E"], Float[Array, "B H N"]]:
     """The result, and each query's logsumexp, 0 where it sees nothing."""
     rows, count, heads, _ = q.shape
@@ -226,7 +227,7 @@ def _forward(
     )(q, k, v, *tables.ranges, *tables.by_query)
 
 
-def _backward(static: _Static, kept, d_out):
+def _backward(static: _Choices, kept, d_out):
     """The gradients of q, k and v: one kernel for the queries, one for keys and values."""
     q, k, v, tables, out, lse = kept
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
@@ -240,7 +241,7 @@ def _backward(static: _Static, kept, d_out):
 _attend.defvjp(_forward_for_grad, _backward)
 
 
-def _query_grads(static: _Static, arguments: tuple, tables: RangeTables):
+def _query_grads(static: _Choices, arguments: tuple, tables: RangeTables):
     """The gradient of the queries: a program for each block of queries and query head."""
     q, k = arguments[:2]
     rows, count, heads, _ = q.shape
@@ -268,7 +269,7 @@ def _query_grads(static: _Static, arguments: tuple, tables: RangeTables):
     )(*arguments, *tables.ranges, *tables.by_query)
 
 
-def _key_grads(static: _Static, arguments: tuple, tables: RangeTables):
+def _key_grads(static: _Choices, arguments: tuple, tables: RangeTables):
     """The gradients of keys and values: a program for each block of keys and key head."""
     q, k, v = arguments[:3]
     rows, key_heads, keys, _ = k.shape
