@@ -36,7 +36,13 @@ from specjax._util.command_line import (  # noqa: F401
     wrong_value,
 )
 from specjax._util.errors import OptionError
-from specjax._util.program import Parser, Place, any_text, name_or_path  # noqa: F401
+from specjax._util.program import (  # noqa: F401
+    BY_CLUSTER,
+    Parser,
+    Place,
+    any_text,
+    name_or_path,
+)
 
 MAX_VALUES = 1000  # of an option in a sweep or a grid, and points of the grid
 BAD_LINES = 3  # the exit code if some input lines were bad
@@ -164,6 +170,21 @@ def add_stop(group: argparse._ActionsContainer) -> None:
         metavar="TEXT",
         help="end a completion before this text; repeatable",
         **REPEATABLE,
+    )
+
+
+def add_distributed(group: argparse._ActionsContainer, text: str) -> None:
+    """Adds ``--distributed --meeting-timeout`` to a parser or an argument group.
+
+    ``text`` says what the processes share.
+    """
+    group.add_argument("--distributed", type=place, metavar=Place.FORM, help=text)
+    group.add_argument(
+        "--meeting-timeout",
+        type=checked(float, "a number of seconds above 0", lambda s: 0 < s < 1e6),
+        default=300.0,
+        metavar="SECONDS",
+        help="how long the processes of one model wait for each other (default: %(default)g)",
     )
 
 

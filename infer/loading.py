@@ -172,5 +172,5 @@ def chosen_sampling(
 
 def device_memory() -> int:
     """Bytes of the first device's memory; the machine's memory if the device does not report it."""
-    stats = jax.devices()[0].memory_stats() or {}
+    stats = jax.local_devices()[0].memory_stats() or {}
     return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -208,20 +208,11 @@ def _add_output(group: _ArgumentGroup) -> None:
         help="decode the first --batch-size prompts twice, write a trace of the second run for a "
         "profiler's viewer to DIR, and exit",
     )
-    group.add_argument(
-        "--distributed",
-        type=cli.place,
-        metavar=cli.Place.FORM,
-        help="run as process INDEX of COUNT, with process 0 reachable at HOST:PORT. The processes "
+    cli.add_distributed(
+        group,
+        "run as process INDEX of COUNT, with process 0 reachable at HOST:PORT. The processes "
         "share the prompts, or one model with --mesh model=N, and write one --out. "
         "cluster: take all three from the cluster manager; for one model only",
-    )
-    group.add_argument(
-        "--meeting-timeout",
-        type=cli.checked(float, "a number of seconds above 0", lambda s: 0 < s < 1e6),
-        default=300.0,
-        metavar="SECONDS",
-        help="how long the processes of one model wait for each other (default: %(default)g)",
     )
 
 

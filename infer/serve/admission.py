@@ -114,6 +114,7 @@ class Admission:
             on_output,
             scored=body.alternatives is not None,
             client=client,
+            body=body,
         )
         if submission.size > self.max_rows:
             with naming("n"):

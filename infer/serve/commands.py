@@ -10,6 +10,7 @@ Exit codes: 0 ended, 1 the system failed, 2 bad arguments.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 from argparse import _ArgumentGroup
 from collections.abc import Sequence
@@ -27,10 +28,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code. Wrong arguments exit at once, with 2."""
     commands = parser()
     args = commands.parse_args(argv)
+    _check_mesh(args, commands)
     for name in REQUIRED:
         if importlib.util.find_spec(name) is None:
             commands.error(f'{name} is not installed: pip install "specjax[serve]"')
     return run("infer.serve", "infer.serve.server:serve", args)
+
+
+def _check_mesh(args: argparse.Namespace, commands: Parser) -> None:
+    """Refuses processes that do not share one model: separate servers need no common run."""
+    if args.distributed is None:
+        return
+    mesh = args.mesh or {"data": 1, "model": 1}
+    count = 1 if args.distributed == cli.BY_CLUSTER else args.distributed.count
+    if mesh["data"] > 1 or mesh["model"] == 1 or mesh["model"] % count:
+        commands.error(
+            f"--distributed {args.distributed} is for one model that spans the processes: give "
+            "--mesh model=N with a multiple of COUNT, and no data"
+        )
 
 
 def parser() -> Parser:
@@ -86,6 +101,12 @@ def _add_decoding(group: _ArgumentGroup) -> None:
     )
     cli.add_prefixes(group)
     cli.add_mesh(group)
+    cli.add_distributed(
+        group,
+        "run as process INDEX of COUNT that serve one model, with --mesh model=N over all their "
+        "devices and process 0 reachable at HOST:PORT. Process 0 answers requests. cluster: take "
+        "all three from the cluster manager",
+    )
     cli.add_generation_config(group)
 
 

@@ -39,8 +39,10 @@ import numpy as np
 from infer import scoring
 from infer.scoring import PromptScores
 from infer.serve.fairness import QueueFull, Turns, fits
+from infer.serve.hosts import Hosts
 from infer.serve.log import LOG
 from infer.serve.programs import Programs
+from infer.serve.schemas import Body
 from specjax._util.memory import return_memory
 from specjax.core.protocols import Method
 from specjax.core.sampling import Sampling
@@ -96,6 +98,7 @@ class Submission:
     ``on_output`` is called with the number of a row and its next piece, or with the error that
     ended it. The engine's thread calls it, so it must return at once. If ``scored`` is set, the
     last piece of each row is a :class:`ScoredPiece`. Rows of different ``client`` take turns.
+    ``body`` is what the client sent.
     """
 
     variant: Variant
@@ -108,6 +111,7 @@ class Submission:
     on_output: Callable[[int, Piece | Exception], None]
     scored: bool = False
     client: Hashable = None
+    body: Body | None = None
     arrived: float = dataclasses.field(default_factory=time.perf_counter)
 
     @property
@@ -136,6 +140,15 @@ class Submission:
         return requests
 
 
+def request_message(submission: Submission) -> dict[str, Any]:
+    """What another process needs to make the same submission."""
+    body = submission.body
+    if body is None:
+        return {}
+    fields = body.model_dump(by_alias=True, exclude_unset=True) | {"seed": submission.seed}
+    return {"kind": type(body).__name__, "body": fields}
+
+
 class EngineMetrics(Protocol):
     """Counts what the engine does."""
 
@@ -147,10 +160,14 @@ class EngineMetrics(Protocol):
 
 
 class VariantQueue:
-    """The requests of one variant: those that wait, and a scheduler while it has one."""
+    """The requests of one variant: those that wait, and a scheduler while it has one.
 
-    def __init__(self, variant: Variant):
+    ``number`` tells it from all other queues of the server, earlier ones too.
+    """
+
+    def __init__(self, variant: Variant, number: int):
         self.variant = variant
+        self.number = number
         self.waiting: Turns[Request] = Turns()
         # Requests that wait until programs for their length are compiled, with their clients.
         self.held: list[tuple[Hashable, Request]] = []
@@ -218,8 +235,6 @@ class VariantQueue:
         ``next_request`` returns the request to start next, or None if there is none now.
         """
         if self._polls is None:
-            if self.draining or not len(self.waiting):
-                return []
             self._polls = self.scheduler.polls(self._requests(next_request), ROUNDS_PER_POLL)
 
         pieces = next(self._polls, None)
@@ -250,7 +265,9 @@ class Scoring:
     """A row that has ended, and the passes that compute its scores."""
 
     piece: Piece
+    tokens: list[int]  # of its prompt and its completion
     passes: Iterator[list[PromptScores] | None]
+    begun: bool = False
     working: bool = False  # a worker runs a pass
 
 
@@ -270,6 +287,7 @@ class EngineThread:
       max_waiting: rows that may wait for a batch slot.
       metrics: counts ended and dropped rows.
       workers: threads that run the device; 1 if programs may not be started side by side.
+      hosts: the other processes of the model; None: there are none.
     """
 
     def __init__(
@@ -281,6 +299,7 @@ class EngineThread:
         max_waiting: int,
         metrics: EngineMetrics,
         workers: int,
+        hosts: Hosts | None = None,
     ):
         self._size = size
         self._bounds = bounds
@@ -290,6 +309,7 @@ class EngineThread:
         self._metrics = metrics
 
         self._workers = workers
+        self._hosts = hosts or Hosts()
 
         # Shared between threads; ``_change`` guards these and what waits in the queues.
         self._change = threading.Condition()
@@ -338,8 +358,14 @@ class EngineThread:
             self._canceled.append(submission)
             self._change.notify()
 
-    def warm_up(self, variant: Variant) -> None:
-        """Compiles all programs of a variant, and keeps them. No request may run meanwhile."""
+    def warm_up(self, submission: Submission) -> None:
+        """Compiles all programs of a submission's variant, and keeps them.
+
+        No request may run meanwhile. The submission itself is not decoded.
+        """
+        variant = submission.variant
+        if self._hosts.several:
+            self._hosts.tell("warm_up", **request_message(submission))
         capacities = warm_up_all_lengths(
             variant.engine,
             self._size,
@@ -440,7 +466,7 @@ class EngineThread:
             scoring = self._scorings[0]
             if scoring.piece.index in self._owners:
                 scoring.working = True
-                pool.submit(self._work, scoring, functools.partial(next, scoring.passes))
+                pool.submit(self._work, scoring, functools.partial(self._score, scoring))
             else:  # the request was canceled
                 self._scorings.popleft()
 
@@ -455,13 +481,17 @@ class EngineThread:
             self._change.notify()
 
     def _enqueue(self, submission: Submission) -> None:
-        requests = submission.requests(self._next_id)
+        first_id = self._next_id
+        requests = submission.requests(first_id)
         self._next_id += len(requests)
         for number, request in enumerate(requests):
             self._owners[request.request_id] = (submission, number)
 
         variant = submission.variant
-        queue = self._queues.setdefault(variant.key, VariantQueue(variant))
+        queue = self._queues.setdefault(variant.key, VariantQueue(variant, first_id))
+        if self._hosts.several:
+            message = request_message(submission)
+            self._hosts.note("submit", first_id=first_id, queue=queue.number, **message)
         queue.waiting.extend(submission.client, requests)
 
     def _remove(self, submission: Submission) -> None:
@@ -480,6 +510,7 @@ class EngineThread:
             queue.dropped |= ids
         for request_id in ids:
             del self._owners[request_id]
+        self._hosts.note("cancel", requests=sorted(ids))
         self._metrics.left(len(ids))
 
     def _poll(self, queue: VariantQueue) -> list[Piece]:
@@ -487,9 +518,18 @@ class EngineThread:
         with self._change:
             dropped = queue.dropped
             queue.dropped = set()
+            if not queue.running and (queue.draining or not len(queue.waiting)):
+                return []
+        self._hosts.tell("poll", queue=queue.number, dropped=sorted(dropped))
         if dropped:
             queue.scheduler.drop(dropped)
         return queue.poll(self._next_request)
+
+    def _score(self, scoring: Scoring) -> list[PromptScores] | None:
+        """Runs the next pass of a scoring, in a worker."""
+        self._hosts.tell("score", tokens=None if scoring.begun else scoring.tokens)
+        scoring.begun = True
+        return next(scoring.passes)
 
     def _finish_poll(self, queue: VariantQueue, result: list[Piece] | Exception) -> None:
         queue.working = False
@@ -504,14 +544,21 @@ class EngineThread:
 
     def _next_request(self, queue: VariantQueue) -> Request | None:
         """The next request for the queue's scheduler; called by a worker."""
+        # Under the lock, so that no request is reported as canceled in between.
         with self._change:
-            while not queue.draining and len(queue.waiting):
-                client, request = queue.waiting.pop()
-                if self._must_wait_for_programs(queue, request):
-                    queue.held.append((client, request))
-                    continue
-                self._count_out(client, 1)
-                return request
+            request = self._pop_request(queue)
+            self._hosts.tell("request", request=None if request is None else request.request_id)
+        return request
+
+    def _pop_request(self, queue: VariantQueue) -> Request | None:
+        """Takes the next request; ``_change`` is held."""
+        while not queue.draining and len(queue.waiting):
+            client, request = queue.waiting.pop()
+            if self._must_wait_for_programs(queue, request):
+                queue.held.append((client, request))
+                continue
+            self._count_out(client, 1)
+            return request
         return None
 
     # --- programs for longer requests ----------------------------------------------------------
@@ -578,9 +625,10 @@ class EngineThread:
 
         ended = piece.row is not None
         if ended and submission.scored and not isinstance(piece, ScoredPiece):
-            tokens = [*submission.prompt_of(number), *piece.row.tokens[0]]
+            row = [*submission.prompt_of(number), *piece.row.tokens[0]]
+            tokens = [int(token) for token in row]
             passes = scoring.passes(submission.variant.engine.target, [tokens])
-            self._scorings.append(Scoring(piece, passes))
+            self._scorings.append(Scoring(piece, tokens, passes))
             return
 
         if ended:
@@ -600,6 +648,7 @@ class EngineThread:
             return
 
         LOG.error("scoring failed", exc_info=result)
+        self._hosts.end()
         owner = self._owners.pop(scoring.piece.index, None)
         if owner is not None:
             submission, number = owner
@@ -610,6 +659,7 @@ class EngineThread:
     def _fail(self, queue: VariantQueue, error: Exception) -> None:
         """Ends all rows of a queue with an error. Only the log gets the traceback."""
         LOG.error("method %s failed", queue.variant.name, exc_info=error)
+        self._hosts.end()
         key = queue.variant.key
         with self._change:
             queue.release(lambda request: True)
@@ -642,10 +692,11 @@ class EngineThread:
         for key, queue in list(self._queues.items()):
             if queue.draining and not (queue.running or queue.working):
                 # It is empty now. Its waiting requests go behind the other queues.
-                queue.close()
+                self._close(queue)
                 self._queues[key] = self._queues.pop(key)
             elif queue.scheduler is None and not queue.busy:
                 del self._queues[key]
+                self._hosts.note("leave", queue=queue.number)
 
         self._forget_unused_programs()
         closed = [queue for queue in self._queues.values() if queue.scheduler is None]
@@ -657,6 +708,10 @@ class EngineThread:
             if self.num_schedulers >= self._max_methods and not self._free_scheduler():
                 return
             queue.open(self._size, self._bounds, self._kept)
+
+    def _close(self, queue: VariantQueue) -> None:
+        queue.close()
+        self._hosts.note("close", queue=queue.number)
 
     def _runs_new_variant(self) -> bool:
         """Whether a variant decodes that has programs to compile."""
@@ -683,7 +738,7 @@ class EngineThread:
         open_queues = self._open_queues()
         idle = [queue for queue in open_queues if not queue.busy]
         if idle:
-            min(idle, key=lambda queue: queue.opened).close()
+            self._close(min(idle, key=lambda queue: queue.opened))
             return True
 
         if not any(queue.draining for queue in open_queues):

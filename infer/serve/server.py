@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import gc
 import ipaddress
@@ -15,6 +16,7 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 
+import jax
 import uvicorn
 from fastapi import FastAPI
 
@@ -23,17 +25,20 @@ from infer.serve.admission import Admission
 from infer.serve.app import Server
 from infer.serve.commands import KEY_VARIABLE
 from infer.serve.connections import Connection, connections_within
-from infer.serve.engine_thread import EngineThread, Variant
+from infer.serve.engine_thread import EngineThread, Submission
+from infer.serve.follower import Follower
+from infer.serve.hosts import END, Hosts, Leader, lead
 from infer.serve.log import limit_log, log_format
 from infer.serve.memory import limited_memory
 from infer.serve.metrics import PrometheusMetrics
 from infer.serve.schemas import CompletionBody
 from infer.serve.tools.families import family_name
+from specjax._util import processes
 from specjax._util.errors import InputError, OptionError
 from specjax._util.program import say
 from specjax._util.waiting import waiting
 from specjax.core.sampling import Sampling
-from specjax.lm import LM
+from specjax.lm import LM, model_digest
 from specjax.registry import method
 from specjax.runtime.generate import num_slots
 
@@ -42,6 +47,14 @@ BATCH_MEMORY = 0.5  # share of the device's memory for the batch slots of all me
 BACKLOG = 128
 SWITCH_SECONDS = 0.0005
 GARBAGE = (10_000, 20, 50)  # new objects, and collections of each age until one of the next
+
+
+# Arguments that only process 0 uses; in all others the processes of a model must agree.
+OF_ONE_PROCESS = (
+    *("distributed", "meeting_timeout", "host", "port", "allowed_host", "proxy_headers"),
+    *("api_key", "log_format", "max_connections", "max_body", "drain", "queue"),
+)
+OTHERS_DIED = "start all of them again"
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -56,35 +69,115 @@ def serve(args: argparse.Namespace) -> int:
         spec.resolve(dict(args.set))
     _allowed_methods(args.methods)
     limit_log()
-    with (
-        log_format(args.log_format),
-        limited_memory(),
-        _listening_socket(args.host, args.port) as listener,
-    ):
+    with log_format(args.log_format), limited_memory(), contextlib.ExitStack() as stack:
+        if args.distributed:
+            _join(args)
+
+        def listen() -> socket.socket | None:
+            if not processes.is_main_process():
+                return None
+            return stack.enter_context(_listening_socket(args.host, args.port))
+
+        listener = processes.raise_everywhere(listen)
         use_compilation_cache()
-        target, draft = load_models(args, spec is None or spec.needs_draft, args.mesh)
-        with assembled(args, target, draft, keys) as (server, engine):
+        want_draft = spec is None or spec.needs_draft
+        target, draft = processes.raise_everywhere(lambda: load_models(args, want_draft, args.mesh))
+        hosts = None
+        if args.distributed:
+            _check_agreement(args, target, draft)
+            host = processes.first_host(str(args.distributed))
+            if listener is None:
+                return _follow(args, target, draft, Leader(host))
+            hosts = lead(jax.process_count(), host)
+        with assembled(args, target, draft, keys, hosts) as (server, engine):
             with waiting("decoding a first text"):
-                variant = _decode_one(server.admission, engine)
+                first = _decode_one(server.admission, engine)
             if args.warm_up:
                 say("infer.serve", "compiling for all lengths")
                 with waiting("compiling for all lengths"):
-                    engine.warm_up(variant)
+                    engine.warm_up(first)
             _shorten_pauses()
             _answer_requests(server.app(), listener, args, bool(keys))
     return 0
 
 
+def _join(args: argparse.Namespace) -> None:
+    """Joins the processes of a model that spans several.
+
+    SIGTERM stays with this program: it ends a server that answers nothing yet.
+    """
+    jax.config.update("jax_enable_preemption_service", False)
+    job = f"--name {args.name or _shown_name(args.target)}"
+    place = str(args.distributed)
+    processes.join(place, "infer.serve", OTHERS_DIED, job, args.meeting_timeout)
+
+
+def _check_agreement(args: argparse.Namespace, target: LM, draft: LM | None) -> None:
+    """Checks that all processes will run the same programs on the same weights.
+
+    Raises:
+      InputError: they would not.
+    """
+    given = {name: value for name, value in vars(args).items() if name not in OF_ONE_PROCESS}
+    sources = {"target": args.target} | ({} if draft is None else {"draft": draft.source})
+    processes.check_agreement(
+        models={name: model_digest(source, args.base) for name, source in sources.items()},
+        tokenizer=target.tokenizer.fingerprint,
+        arguments={name: str(value) for name, value in given.items()},
+        jax=jax.__version__,
+    )
+
+
+def _follow(args: argparse.Namespace, target: LM, draft: LM | None, leader: Leader) -> int:
+    """Does what process 0 says, until it ends; returns the exit code."""
+    admission = follower_admission(args, target, draft)
+    leader.pass_signals_on()
+    say("infer.serve", f"process {jax.process_index()} follows process 0, which answers requests")
+    Follower(admission, args.prefixes, leader.receive).run()
+    return 0
+
+
 @contextlib.contextmanager
 def assembled(
-    args: argparse.Namespace, target: LM, draft: LM | None, keys: Sequence[str] = ()
+    args: argparse.Namespace,
+    target: LM,
+    draft: LM | None,
+    keys: Sequence[str] = (),
+    hosts: Hosts | None = None,
 ) -> Iterator[tuple[Server, EngineThread]]:
-    """The server of these models, and its engine, which runs until the block ends."""
+    """The server of these models, and its engine, which runs until the block ends.
+
+    ``hosts`` are the other processes of the models, if there are any.
+    """
+    admission = _admission(args, target, draft)
+    metrics = PrometheusMetrics(admission.name)
+    hosts = hosts or Hosts()
+    engine = EngineThread(
+        size=admission.size,
+        bounds=admission.bounds,
+        kept=args.prefixes,
+        max_methods=args.max_methods,
+        max_waiting=args.queue,
+        metrics=metrics,
+        # Programs that two threads start on several devices could wait for each other.
+        workers=args.max_methods + 2 if target.mesh is None else 1,
+        hosts=hosts,
+    )
+    metrics.watch(engine)
+    try:
+        yield Server(admission, engine, metrics, args.max_body, keys, args.allowed_host), engine
+    finally:
+        engine.close()
+        hosts.tell(END)
+
+
+def _admission(args: argparse.Namespace, target: LM, draft: LM | None) -> Admission:
+    """What the models and the arguments let requests ask for."""
     spec = method(args.method or ("speculative" if draft else "autoregressive"))
     spec.resolve(dict(args.set))
     sampling = {"temperature": 1.0}  # OpenAI's default
     sampling |= chosen_sampling("infer.serve", args, target, spec, {})
-    admission = Admission(
+    return Admission(
         target=target,
         draft=draft,
         name=args.name or _shown_name(args.target),
@@ -99,22 +192,12 @@ def assembled(
         methods=_allowed_methods(args.methods),
         tool_family=args.tool_call_parser or family_name(target.tokenizer.tool_template),
     )
-    metrics = PrometheusMetrics(admission.name)
-    engine = EngineThread(
-        size=admission.size,
-        bounds=admission.bounds,
-        kept=args.prefixes,
-        max_methods=args.max_methods,
-        max_waiting=args.queue,
-        metrics=metrics,
-        # Programs that two threads start on several devices could wait for each other.
-        workers=args.max_methods + 2 if target.mesh is None else 1,
-    )
-    metrics.watch(engine)
-    try:
-        yield Server(admission, engine, metrics, args.max_body, keys, args.allowed_host), engine
-    finally:
-        engine.close()
+
+
+def follower_admission(args: argparse.Namespace, target: LM, draft: LM | None) -> Admission:
+    """As process 0's, without limits: process 0 has checked each request against its own."""
+    admission = _admission(args, target, draft)
+    return dataclasses.replace(admission, memory=sys.maxsize, max_rows=sys.maxsize)
 
 
 def _allowed_methods(names: str | None) -> list[str] | None:
@@ -155,11 +238,11 @@ def _listening_socket(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _decode_one(admission: Admission, engine: EngineThread) -> Variant:
+def _decode_one(admission: Admission, engine: EngineThread) -> Submission:
     """Decodes two tokens with the default method, to compile it and to see that it works.
 
     Returns:
-      The variant of requests that ask for nothing else.
+      What was asked for.
 
     Raises:
       OptionError: decoding failed.
@@ -174,7 +257,7 @@ def _decode_one(admission: Admission, engine: EngineThread) -> Variant:
         if isinstance(piece, Exception):
             raise OptionError(f"method {admission.method} failed: {piece}")
         if piece.row is not None:
-            return submission.variant
+            return submission
 
 
 def _shorten_pauses() -> None:

@@ -41,13 +41,24 @@ def watch(host: str | None, lost: Callable[[int], None]) -> None:
     """
     if jax.process_count() == 1:
         return
-    if jax.process_index() == 0:
-        connections = _accept(jax.process_count() - 1)
-    else:
-        connections = _connect(host)
+    connections = connect(host)
     # JAX's runtime waits for the others at its own end, which comes after this.
     atexit.register(_tell, connections, _ENDED)
     threading.Thread(target=_watch, args=(connections, lost), name="peers", daemon=True).start()
+
+
+def connect(host: str | None) -> dict[int, socket.socket]:
+    """New connections by the other process's index: from process 0 to all, and back.
+
+    Every process of the run calls this. One that cannot connect within ``CONNECT_SECONDS`` is
+    missing.
+
+    Args:
+      host: as in :func:`watch`.
+    """
+    if jax.process_index() == 0:
+        return _accept(jax.process_count() - 1)
+    return _connect(host)
 
 
 def _accept(count: int) -> dict[int, socket.socket]:

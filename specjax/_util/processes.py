@@ -74,8 +74,12 @@ def join(
         say(name, f"process {index} of {jax.process_count()} has died; {way_out}")
         os._exit(FAILED)  # the main thread may wait in a collective
 
-    host = None if place is None else place.address.rpartition(":")[0]
-    peers.watch(host, end)
+    peers.watch(first_host(where), end)
+
+
+def first_host(where: str) -> str | None:
+    """The first process's host in ``--distributed``; None: only the cluster manager knows it."""
+    return None if where == BY_CLUSTER else Place.parse(where).address.rpartition(":")[0]
 
 
 def _meet(place: Place, job: str, missing: set[int]) -> None:

@@ -302,7 +302,7 @@ def test_a_longer_prompt_waits_for_nothing_after_a_warmup(models, monkeypatch):
     with serving(*models, *LIMITS) as server:
         server.complete(prompt="a", max_tokens=1)
         body = CompletionBody(prompt="a")
-        server.engine.warm_up(server.admission.make_submission(body, print).variant)
+        server.engine.warm_up(server.admission.make_submission(body, print))
         rounds = loop.run_rounds(
             server.admission.make_submission(body, print).variant.engine.method
         )
