@@ -20,10 +20,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 from rich.text import Text
+from safetensors.numpy import load_file, save_file
 
 import specjax as sj
 from infer.loading import use_compilation_cache
-from infer.prompts import PromptEncoder
+from infer.prompts import PromptEncoder, read_prompts
 from infer.run import commands as program
 from infer.run import demo, job
 from infer.run.output import Output
@@ -479,6 +480,48 @@ def test_a_model_spans_two_processes(pair, job_file, tmp_path, capsys):
     assert [code for code, _ in ended(start([], []))] == [0, 0]
     assert len(lines(out)) == len(PROMPTS) and answers(out) == answers(whole)
     assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "whole", "out"}
+
+
+def agreed_on(argv, monkeypatch):
+    """What the processes of a model compare before the first round, for one command line."""
+    facts = {}
+    args = program.arguments([str(word) for word in argv])
+    args.span = place(0)[1]
+    monkeypatch.setattr(job.processes, "check_agreement", lambda **given: facts.update(given))
+    own = job.make_job(args)
+    prompts, _ = read_prompts(args.prompts, own.encoder, None, None, option="--prompts")
+    own._check_agreement(prompts)
+    return json.loads(json.dumps(facts))
+
+
+def test_processes_of_a_model_compare_whatever_changes_its_rows(
+    pair, tiny_pair_dirs, job_file, tmp_path, monkeypatch
+):
+    """Two processes with different arguments differ in what they compare, and so do not start."""
+    target, _ = tiny_pair_dirs
+    other_text, longer = tmp_path / "other.jsonl", tmp_path / "longer.jsonl"
+    other_text.write_text(job_file.read_text().replace("import os", "import io"))
+    longer.write_text(job_file.read_text() + '{"prompt": "pass"}\n')
+    other_weights = tmp_path / "weights"
+    shutil.copytree(target, other_weights)
+    weights = load_file(other_weights / "model.safetensors")
+    name = min(weights)
+    save_file(weights | {name: weights[name] + 1}, other_weights / "model.safetensors")
+    job_line = [*pair, "--out", tmp_path / "out"]
+    ours = agreed_on([*job_line, "--prompts", job_file], monkeypatch)
+    for changed, fact in (
+        (["--prompts", other_text], "prompts"),
+        (["--prompts", longer], "prompts"),
+        (["--prompts", job_file, "--dtype", "bfloat16"], "settings"),
+        (["--prompts", job_file, "--seed", "1"], "settings"),
+        (["--prompts", job_file, "--target", other_weights], "settings"),
+        (["--prompts", job_file, "--batch-size", "3"], "arguments"),
+    ):
+        theirs = agreed_on([*job_line, *changed], monkeypatch)
+        assert theirs[fact] != ours[fact], changed
+        if other_weights in changed:  # not only the name differs
+            key = "target_digest"
+            assert theirs[fact][key] != ours[fact][key]
 
 
 @pytest.mark.slow
