@@ -30,7 +30,7 @@ from infer.timing import row_seconds
 from specjax._util import processes
 from specjax._util.errors import OptionError, SpecjaxError
 from specjax._util.parts import locked_output
-from specjax._util.program import TERMINATED, require_output, say
+from specjax._util.program import require_output, say
 from specjax._util.waiting import WaitMessage, waiting
 from specjax.lm import model_digest
 from specjax.registry import MethodSpec, compose, method, usual_rule
@@ -41,15 +41,9 @@ from specjax.runtime.infill import ending_middles
 DEMO_GAMMA = 3  # the draft length at which the embedded pair is fastest: see the README's table
 DEMO_REPEATS = 9  # runs of the demo and of plain decoding, after one that compiles
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # JAX's errors contain it if an allocation failed
-# Rounds per piece if one model spans several processes. Between pieces they look for SIGTERM, which
-# ends a process of its own at once.
-SPANNING_ROUNDS = 8
 OTHERS_DIED = "start all of them again; the same command goes on after the rows so far"
+STOPPED = "terminated; the rows so far are written, and the same command goes on"
 STREAM_ROUNDS = 2  # rounds per piece of a streamed completion: often enough to read along
-
-
-class Terminated(Exception):
-    """A process of a model that spans several got SIGTERM: all of them end."""
 
 
 def run_job(args: argparse.Namespace) -> int:
@@ -63,17 +57,18 @@ def run_job(args: argparse.Namespace) -> int:
         warnings.showwarning = lambda message, *_: say("infer.run", message)
         try:
             if args.span:
-                job = f"--out {args.out}"
-                processes.join(str(args.span), "infer.run", OTHERS_DIED, job, args.meeting_timeout)
+                processes.join(
+                    str(args.span),
+                    "infer.run",
+                    OTHERS_DIED,
+                    f"--out {args.out}",
+                    args.meeting_timeout,
+                    STOPPED,
+                )
             with contextlib.ExitStack() as stack:
                 # If one process cannot lock its file, all must stop.
                 processes.raise_everywhere(lambda: stack.enter_context(_lock(args)))
                 return _run(args)
-        except Terminated:
-            say(
-                "infer.run", "terminated; the rows so far are written, and the same command goes on"
-            )
-            return TERMINATED
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and OUT_OF_MEMORY not in str(error):
                 raise
@@ -363,10 +358,7 @@ class Job:
 
         All samples of a prompt are decoded. Those that ``output`` has already are not written.
         """
-        pieces = sj.stream(
-            **self._arguments_for(prompts),
-            rounds_per_piece=SPANNING_ROUNDS if self.args.span else ALL_ROUNDS,
-        )
+        pieces = sj.stream(**self._arguments_for(prompts), rounds_per_piece=ALL_ROUNDS)
         with contextlib.closing(WaitMessage(False, "decoding")) as message:
             self._write_rows(prompts, pieces, output, message)
 
@@ -385,9 +377,7 @@ class Job:
         num_ended = 0
         ready: dict[int, dict[str, Any]] = {}  # ended rows, not printed yet
         next_row = 0
-        for number, piece in enumerate(pieces):
-            if self.args.span and processes.stop_requested(number):
-                raise Terminated
+        for piece in pieces:
             if piece.row is None:
                 continue
             # Rows are numbered by prompt, and then by sample.

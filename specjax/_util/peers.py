@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import secrets
 import selectors
 import socket
@@ -26,25 +27,59 @@ from jax.experimental import multihost_utils
 
 CONNECT_SECONDS = 20.0  # until the processes that have not connected are watched by JAX alone
 _INDEX = struct.Struct("<i")
-_ENDED = -1  # in place of the index of a dead process: the sender ends in order
+# In place of the index of a dead process: the sender ends in order, or all shall stop.
+_ENDED = -1
+_STOPPED = -2
+STOP_SECONDS = 2.0  # that process 0 waits for the others to stop
 _SECRET_BYTES = 16  # which process 0 hands to the others, so that no stranger can connect
 _ADDRESS_BYTES = 256
 
 
-def watch(host: str | None, lost: Callable[[int], None]) -> None:
+def watch(
+    host: str | None, lost: Callable[[int], None], stopped: Callable[[], None]
+) -> Callable[[], None]:
     """Calls ``lost(index)`` in a thread once process ``index`` has died.
 
     Every process of the run calls this, after it has joined JAX's runtime.
 
     Args:
       host: process 0's address, or None for the name that its machine gives itself.
+      stopped: is called in a thread once another process has stopped the run.
+
+    Returns:
+      What stops the run: it calls ``stopped`` in all processes, here last of all.
     """
     if jax.process_count() == 1:
-        return
+        return stopped
     connections = connect(host)
     # JAX's runtime waits for the others at its own end, which comes after this.
     atexit.register(_tell, connections, _ENDED)
-    threading.Thread(target=_watch, args=(connections, lost), name="peers", daemon=True).start()
+    arguments = (connections, lost, stopped)
+    threading.Thread(target=_watch, args=arguments, name="peers", daemon=True).start()
+    return functools.partial(_stop, connections, stopped)
+
+
+def _stop(connections: dict[int, socket.socket], stopped: Callable[[], None]) -> None:
+    """Stops the others, and then this process."""
+    _tell(connections, _STOPPED)
+    if 0 not in connections:
+        _wait_until_closed(connections)
+    stopped()
+
+
+def _wait_until_closed(connections: dict[int, socket.socket]) -> None:
+    """In process 0: waits for the others to end, for at most ``STOP_SECONDS``.
+
+    If process 0 ended first, JAX's runtime would abort the others with a stack trace.
+    """
+    deadline = time.monotonic() + STOP_SECONDS
+    with selectors.DefaultSelector() as selector:
+        for index, connection in connections.items():
+            selector.register(connection, selectors.EVENT_READ, index)
+        while selector.get_map() and time.monotonic() < deadline:
+            for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
+                if _received(connections[key.data]) is None:
+                    selector.unregister(connections[key.data])
 
 
 def connect(host: str | None) -> dict[int, socket.socket]:
@@ -104,7 +139,11 @@ def _share(port: int, host: str, secret: bytes) -> tuple[int, str, bytes]:
     return struct.unpack("<i", shared[:4])[0], name, shared[4:secret_end]
 
 
-def _watch(connections: dict[int, socket.socket], lost: Callable[[int], None]) -> None:
+def _watch(
+    connections: dict[int, socket.socket],
+    lost: Callable[[int], None],
+    stopped: Callable[[], None],
+) -> None:
     """Waits for a connection that closes without a word, or for process 0's word of one."""
     with selectors.DefaultSelector() as selector:
         for index, connection in connections.items():
@@ -116,6 +155,9 @@ def _watch(connections: dict[int, socket.socket], lost: Callable[[int], None]) -
                 if word == _ENDED:
                     selector.unregister(connection)
                     continue
+                if word == _STOPPED:
+                    _stop(connections, stopped)
+                    return
                 gone = key.data if word is None else word
                 _tell(connections, gone)
                 lost(gone)

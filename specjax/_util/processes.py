@@ -12,6 +12,7 @@ import errno
 import hashlib
 import json
 import os
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Set
@@ -24,7 +25,7 @@ from jax.experimental import multihost_utils
 from specjax._util import peers
 from specjax._util.errors import InputError
 from specjax._util.meeting import Meeting
-from specjax._util.program import BAD_INPUT, BY_CLUSTER, FAILED, Place, say
+from specjax._util.program import BAD_INPUT, BY_CLUSTER, FAILED, TERMINATED, Place, say
 
 T = TypeVar("T")
 MEETING_SECONDS = 300.0  # that processes wait for each other by default
@@ -33,7 +34,12 @@ _MESSAGE_BYTES = 512  # of an error that is sent to the other processes
 
 
 def join(
-    where: str, name: str, way_out: str, job: str = "", timeout: float = MEETING_SECONDS
+    where: str,
+    name: str,
+    way_out: str,
+    job: str = "",
+    timeout: float = MEETING_SECONDS,
+    terminated: str | None = None,
 ) -> None:
     """Joins the run: ``HOST:PORT,COUNT,INDEX`` with the first process's address, or ``cluster``.
 
@@ -46,6 +52,8 @@ def join(
       job: what tells this job from others that may use the same port. It is the same in every
         process of the job.
       timeout: seconds to wait for the other processes. Then the process says so and ends.
+      terminated: after SIGTERM to one process all say this line, and end at once with exit code
+        143. None: they end where :func:`stop_requested` says.
 
     Raises:
       InputError: another form, an address that cannot be used or is another job's, or processes
@@ -60,6 +68,8 @@ def join(
 
     missing: set[int] = set()
     with _waiting(name, where, timeout, missing):
+        if terminated is not None:
+            jax.config.update("jax_enable_preemption_service", False)  # it would take the signal
         arguments: tuple[Any, ...] = ()
         if place is not None:
             _meet(place, f"{name} {job}".strip(), missing)
@@ -74,7 +84,31 @@ def join(
         say(name, f"process {index} of {jax.process_count()} has died; {way_out}")
         os._exit(FAILED)  # the main thread may wait in a collective
 
-    peers.watch(first_host(where), end)
+    def end_terminated() -> None:
+        say(name, terminated)
+        os._exit(TERMINATED)
+
+    stop_all = peers.watch(first_host(where), end, end_terminated)
+    if terminated is not None:
+        _at_sigterm(stop_all)
+
+
+def _at_sigterm(act: Callable[[], None]) -> None:
+    """Calls ``act`` in a thread once this process gets SIGTERM.
+
+    A handler of Python's would wait for the main thread, which may compile for minutes.
+    """
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.set_wakeup_fd(sender.detach(), warn_on_full_buffer=False)
+
+    def wait() -> None:
+        while receiver.recv(1)[0] != signal.SIGTERM:
+            pass
+        act()
+
+    threading.Thread(target=wait, name="sigterm", daemon=True).start()
 
 
 def first_host(where: str) -> str | None:

@@ -1,10 +1,15 @@
 """Processes of one job meet at a port; those of another job stay outside."""
 
+import hashlib
+import os
+import signal
 import socket
 import threading
+import time
 
 import pytest
 
+from specjax._util import peers, processes
 from specjax._util.errors import InputError
 from specjax._util.meeting import Meeting
 from specjax._util.program import Place
@@ -96,3 +101,46 @@ def test_a_port_where_nobody_meets_is_refused(port):
         threading.Thread(target=answer, daemon=True).start()
         (error,) = end(begin(port, 1))
         assert "the job runs already, or another program is there" in error
+
+
+def test_sigterm_is_acted_on_while_the_main_thread_computes():
+    before = signal.getsignal(signal.SIGTERM)
+    acted = []
+    try:
+        processes._at_sigterm(lambda: acted.append(time.monotonic()))
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        while not acted:
+            # Long and without a look at signals, as a compilation is.
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 300_000)
+            ended = time.monotonic()
+    finally:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, before)
+    assert acted[0] < ended
+
+
+@pytest.mark.parametrize("stopping", [0, 1, 2])
+def test_whichever_process_stops_process_0_ends_last(stopping):
+    """Of three processes, which are threads here."""
+    ends = []
+    pairs = {index: socket.socketpair() for index in (1, 2)}
+    connections = {0: {index: first for index, (first, _) in pairs.items()}}
+    connections |= {index: {0: other} for index, (_, other) in pairs.items()}
+
+    def stopped(index):
+        ends.append(index)
+        for connection in connections[index].values():
+            connection.close()  # as the end of a process does
+
+    def lost(index):
+        pytest.fail(f"process {index} is not lost, but has stopped")
+
+    watching = []
+    for index in {0, 1, 2} - {stopping}:
+        arguments = (connections[index], lost, lambda index=index: stopped(index))
+        watching.append(threading.Thread(target=peers._watch, args=arguments, daemon=True))
+        watching[-1].start()
+    peers._stop(connections[stopping], lambda: stopped(stopping))
+    for thread in watching:
+        thread.join(10)
+    assert sorted(ends) == [0, 1, 2] and ends[-1] == 0
