@@ -80,7 +80,11 @@ def join(
             raise _cannot_join(where, error) from None
         _check_device_counts()
 
+    stopping = threading.Event()
+
     def end(index: int) -> None:
+        if stopping.is_set():  # it has stopped, as this process is about to
+            return
         say(name, f"process {index} of {jax.process_count()} has died; {way_out}")
         os._exit(FAILED)  # the main thread may wait in a collective
 
@@ -89,8 +93,13 @@ def join(
         os._exit(TERMINATED)
 
     stop_all = peers.watch(first_host(where), end, end_terminated)
+
+    def stop() -> None:
+        stopping.set()
+        stop_all()
+
     if terminated is not None:
-        _at_sigterm(stop_all)
+        _at_sigterm(stop)
 
 
 def _at_sigterm(act: Callable[[], None]) -> None:
