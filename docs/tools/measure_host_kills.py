@@ -56,7 +56,7 @@ DOCUMENTED = {0, 1, 2, 143, -signal.SIGABRT}
 
 
 @dataclasses.dataclass
-class Counts:
+class SignalCounts:
     """What the runs of one phase and signal ended with."""
 
     times: int = 0
@@ -78,7 +78,7 @@ def main() -> int:
     print("| phase | signal | runs | signaled | other | longest s |")
     print("| --- | --- | ---: | --- | --- | ---: |", flush=True)
     with tempfile.TemporaryDirectory() as home:
-        job = Job(Path(home))
+        job = SharedJob(Path(home))
         for phase in args.phases.split(","):
             for name in args.signals.split(","):
                 counts = measure(job, phase, name, args.times, rng)
@@ -94,13 +94,13 @@ def codes(counter: collections.Counter[int]) -> str:
     return ", ".join(f"{code}: {count}" for code, count in sorted(counter.items())) or "none"
 
 
-def measure(job: Job, phase: str, name: str, times: int, rng: random.Random) -> Counts:
+def measure(job: SharedJob, phase: str, name: str, times: int, rng: random.Random) -> SignalCounts:
     """Runs with signals of one phase.
 
     Raises:
       RuntimeError: a process hung or ended with another code, or the file is not whole.
     """
-    counts = Counts()
+    counts = SignalCounts()
     while counts.times < times:
         chosen = WHO[counts.times % len(WHO)]
         signals = {index: (phase, name, rng.random()) for index in chosen}
@@ -120,7 +120,7 @@ def measure(job: Job, phase: str, name: str, times: int, rng: random.Random) -> 
 
 
 @dataclasses.dataclass
-class Ended:
+class JobEnd:
     """How both processes ended.
 
     Attributes:
@@ -134,7 +134,7 @@ class Ended:
     seconds: float
 
 
-class Job:
+class SharedJob:
     """A job of two processes; files are in ``home``."""
 
     def __init__(self, home: Path):
@@ -152,7 +152,7 @@ class Job:
         command = [sys.executable, "-m", module, *words]
         subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
 
-    def run(self, signals: dict[int, tuple[str, str, float]]) -> Ended:
+    def run(self, signals: dict[int, tuple[str, str, float]]) -> JobEnd:
         """Runs both processes; those in ``signals`` get one: phase, name, and a moment in 0 to 1.
 
         Raises:
@@ -180,7 +180,7 @@ class Job:
             )
         return self._wait(both)
 
-    def _wait(self, both: Sequence[subprocess.Popen]) -> Ended:
+    def _wait(self, both: Sequence[subprocess.Popen]) -> JobEnd:
         said = ["", ""]
 
         def read(index: int) -> None:
@@ -201,7 +201,7 @@ class Job:
             reader.join()
         moments = self._moments()
         seconds = ended - min(moments.values(), default=ended)
-        return Ended([process.returncode for process in both], said, set(moments), seconds)
+        return JobEnd([process.returncode for process in both], said, set(moments), seconds)
 
     def _moments(self) -> dict[int, float]:
         """When each process got its signal."""

@@ -80,6 +80,11 @@ def join(
             raise _cannot_join(where, error) from None
         _check_device_counts()
 
+    _watch_others(where, name, way_out, terminated)
+
+
+def _watch_others(where: str, name: str, way_out: str, terminated: str | None) -> None:
+    """Ends this process after another one has died or stopped; arguments as of :func:`join`."""
     stopping = threading.Event()
 
     def end(index: int) -> None:
