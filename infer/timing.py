@@ -19,6 +19,7 @@ from jaxtyping import Array, Int
 import specjax as sj
 from specjax.core.mesh import replicated
 from specjax.core.net import Net
+from specjax.draft.auto_length import APART
 from specjax.lm import attach
 from specjax.models.cache import bucket
 from specjax.models.families.head_config import HeadConfig
@@ -124,7 +125,9 @@ def _round_loop(models: Round) -> Callable[[int], None]:
         def one_pass(i, carry):
             cache, token = carry
             start = jnp.full((1,), position + i, jnp.int32)
-            tokens = jnp.full((1, width), token)
+            # Equal tokens would choose the same experts of a mixture.
+            places = position + i + jnp.arange(width, dtype=jnp.int32)
+            tokens = (token + APART * places)[None] % net.vocab
             score = score_pairs if isinstance(net.config, HeadConfig) else Net.logits
             logits, cache, _ = score(net, cache, tokens, start)
             # Every position's argmax counts, so that the compiler cannot skip one.

@@ -10,6 +10,10 @@ The whole batch drafts the form with the most tokens per cost, out of a few stat
 estimated from past rounds; the costs are an argument. The choice reads nothing of the present
 round, so a lossless rule stays lossless.
 
+In a mixture of experts a target pass costs what its tokens' experts do. Rounds that are timed
+therefore verify tokens that differ (:class:`FormRound`). T of them wake about E · (1 − (1 − k/E)^T)
+of E experts, if each token chooses k. A draft model that repeats itself would wake k.
+
 How costs are measured is not known here: see :mod:`specjax.runtime.round_costs`.
 
 Axis legend: B rows, n forms, D levels, w numbers of siblings (1, 2, … w).
@@ -31,7 +35,7 @@ from jaxtyping import Array, Bool, Float, Int
 from specjax._util.errors import PairError
 from specjax.core.protocols import Proposal
 from specjax.core.round import DraftVerify, cond_in_place
-from specjax.core.types import POINT_MASS, DecodeState, Inputs
+from specjax.core.types import POINT_MASS, DecodeState, Draft, Inputs
 from specjax.draft.none import NoDraft
 from specjax.draft.tree import Tree
 
@@ -69,6 +73,10 @@ ROWS_PER_RETRY = 4
 RETRY_PENALTY = 0.2
 # After this many rounds in a row with a draft, the retry has succeeded: the wait is short again.
 RELIABLE_AFTER = 16
+
+# Between the ids of neighboring tokens in a round that is timed: larger than the ids of one word's
+# forms, and prime, so that it divides no vocabulary.
+APART = 7919
 
 CATCH_UP = 16  # tokens per row and pass when the draft model reads what it has missed
 
@@ -188,7 +196,22 @@ def best_form_index(
 
 
 @dataclasses.dataclass(frozen=True)
-class AutoLength(DraftVerify):
+class FormRound(DraftVerify):
+    """A round whose costs may be timed.
+
+    It is timed if all forms but one have an infinite cost. Then each token that is verified differs
+    from those before it, whatever the drafter proposes. Such a round's tokens are of no use.
+    """
+
+    def _verify(self, inputs: Inputs, state: DecodeState, keys, draft: Draft):
+        apart = (draft.tokens + APART * jnp.arange(draft.shape.nodes)) % inputs.target.vocab_limit
+        is_timed = jnp.isinf(inputs.settings[COSTS]).any()
+        tokens = jnp.where(is_timed, apart, draft.tokens)
+        return super()._verify(inputs, state, keys, draft.replace(tokens=tokens))
+
+
+@dataclasses.dataclass(frozen=True)
+class AutoLength(FormRound):
     """A drafter, a target distribution and a rule; each draft has the form that pays the most.
 
     The setting ``costs`` holds the relative time of a round of each of ``forms``. The first form is
@@ -351,7 +374,7 @@ class AutoLengthTree(AutoLength):
         # of the branches runs.
         for index, branching in enumerate(self.forms[1:], 1):
             drafter = dataclasses.replace(self.drafter, branching=branching)
-            method = DraftVerify(drafter, self.target, self.rule)
+            method = FormRound(drafter, self.target, self.rule)
             step = functools.partial(method.step, inputs)
             state = cond_in_place(form_index == index, step, state)
         return state

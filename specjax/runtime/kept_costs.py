@@ -19,13 +19,14 @@ from specjax._util.files import json_line, parse_json, program_cache, read_file,
 from specjax._util.platform import platform
 
 NAME = "costs"  # of the directory
+WAY = 2  # of measuring: costs that were measured in another way are not read
 
 
 def costs_name(*about: Any) -> str:
     """The name under which costs are kept: of this machine, and of what they depend on."""
     device = jax.devices()[0].device_kind
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    here = (jax.__version__, device, jax.device_count(), machine.machine(), cores, platform())
+    here = (WAY, jax.__version__, device, jax.device_count(), machine.machine(), cores, platform())
     return hashlib.sha256(repr((here, about)).encode()).hexdigest()[:32]
 
 

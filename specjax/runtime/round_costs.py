@@ -2,7 +2,8 @@
 
 :mod:`specjax.draft.auto_length` chooses the draft length by these costs. The rounds that are timed
 run in the program that decodes. If all draft forms but one have an infinite cost, it takes that
-one. So nothing is compiled for the measurement. Costs are kept on disk
+one. So nothing is compiled for the measurement. A timed round verifies tokens that differ, for in a
+mixture of experts a pass costs as much as the experts that its tokens wake. Costs are kept on disk
 (:mod:`specjax.runtime.kept_costs`).
 """
 
@@ -19,7 +20,7 @@ from specjax._util.processes import broadcast_from_main
 from specjax.core.loop import run_rounds
 from specjax.core.mesh import is_cache
 from specjax.core.types import NO_EOS, RUNNING, DecodeState, Inputs
-from specjax.draft.auto_length import COSTS, AutoLength
+from specjax.draft.auto_length import APART, COSTS, AutoLength
 from specjax.runtime.kept_costs import costs_name, keep_costs, read_costs
 
 ROUNDS = 4  # timed at a time: after a pause the first is slower
@@ -89,7 +90,7 @@ def _measure(
     """Relative times of the forms, and the state after the timed rounds."""
     # No token ends a row: all timed rounds run.
     inputs = inputs.replace(eos_ids=jnp.full_like(inputs.eos_ids, NO_EOS))
-    begin = _timing_state(state)
+    begin = _timing_state(state, inputs.target.vocab_limit)
     idle_seconds = np.inf
     fastest_seconds = [np.inf] * len(method.forms)  # of a run
     fastest_rounds = [1] * len(method.forms)  # of that run
@@ -140,15 +141,18 @@ def _timed(
     return seconds, max(1, int(state.stats.rounds.max() - before)), state
 
 
-def _timing_state(state: DecodeState) -> DecodeState:
+def _timing_state(state: DecodeState, vocab: int) -> DecodeState:
     """The state without its caches, every row running and its text periodic.
 
-    Lengths stay, so that the caches stay valid. Rounds write above what the caches hold of a
-    row, but for its last two tokens, which every round passes through the models again.
+    The rows' texts differ: equal tokens would choose the same experts of a mixture. Lengths stay,
+    so that the caches stay valid. Rounds write above what the caches hold of a row, but for its
+    last two tokens, which every round passes through the models again.
     """
     # Computed from the state's own arrays, so that the results are on the same devices.
+    rows = jnp.arange(len(state.tokens), dtype=jnp.int32)[:, None]
+    text = (APART * rows + jnp.arange(state.capacity, dtype=jnp.int32) % PERIOD) % vocab
     periodic = state.replace(
-        tokens=0 * state.tokens + jnp.arange(state.capacity, dtype=jnp.int32) % PERIOD,
+        tokens=0 * state.tokens + text,
         max_length=0 * state.length + state.capacity,
         finish=0 * state.finish + RUNNING,
         method_state=state.method_state.replace(draft_cached=state.length - 2),

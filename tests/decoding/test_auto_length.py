@@ -15,6 +15,8 @@ from conftest import tiny_lm
 from specjax import metrics
 from specjax._util.errors import OptionError, PairError
 from specjax.core import loop
+from specjax.core.round import DraftVerify
+from specjax.core.types import POINT_MASS, Draft
 from specjax.draft import auto_length
 from specjax.draft.auto_length import (
     COSTS,
@@ -138,6 +140,21 @@ def own_draft():
     engine = make_engine(target, target, sj.method("speculative"), {"gamma": "auto"})
     inputs = engine.inputs(sj.Sampling(), len(PROMPTS))
     return engine.method, inputs, jax.random.split(jax.random.key(0), len(PROMPTS))
+
+
+@pytest.mark.parametrize("costs", [REST, (1.0, *(np.inf,) * (N - 1))])
+def test_rounds_that_are_timed_verify_tokens_that_differ(costs, monkeypatch):
+    """A draft that repeats one token would choose the same experts of a mixture again and again."""
+    method, inputs, keys = own_draft()
+    monkeypatch.setattr(DraftVerify, "_verify", lambda self, inputs, state, keys, draft: draft)
+    inputs = inputs.replace(settings={COSTS: jnp.asarray(costs, jnp.float32)})
+    root = jnp.arange(len(PROMPTS), dtype=jnp.int32)
+    drafted = jnp.full((len(PROMPTS), max(LENGTHS)), 5, jnp.int32)
+    draft = Draft.chain(drafted, root=root, valid=drafted > 0, sampling=POINT_MASS)
+    verified = method._verify(inputs, None, keys, draft)
+    np.testing.assert_array_equal(verified.tokens[:, 0], root)
+    distinct = {len(set(row[1:].tolist())) for row in verified.tokens}
+    assert distinct == {max(LENGTHS) if np.isinf(costs).any() else 1}
 
 
 def after_plain_rounds(method, rounds):
