@@ -122,6 +122,8 @@ def fuse_adapters(cfg: ModelConfig, adapters: dict) -> dict:
     columns = cfg.intermediate_size
     fused_names = {"attention": "qkv", "mlp": "gate_up"}
     outputs = {"attention": {"q": queries, "k": keys, "v": keys}, "mlp": {}}
+    if cfg.latent is not None:  # queries, latents and keys are not joined
+        outputs["attention"] = {}
     if cfg.gated_mlp:
         outputs["mlp"] = {"gate": columns, "up": columns}
 

@@ -109,6 +109,7 @@ def gated_lora(
     No param changes, so the model's output without adaptive tokens stays the same. ``earlier``
     returns adapters to go on from, as they are exported.
     """
+    section = dataclasses.replace(section, train=GATED)
     scale = section.lora_alpha / section.lora_rank
 
     def split(params):
@@ -137,13 +138,21 @@ def _times(layers: dict, factor: float) -> dict:
 
 
 def adapted(layers: dict, section: Tuned) -> dict[tuple[str, str, str], jax.Array]:
-    """The matrices that the config updates, by (layer, module, name)."""
+    """The matrices that the config updates, by (layer, module, name).
+
+    Experts, shared ones, and their routers stay as they are.
+    """
+    fixed = {"router"}
+    if section.train == GATED:
+        fixed.add("kv_up")  # decoding absorbs it into queries and results of all tokens
     chosen = {}
     for layer, block in layers.items():
         for part, modules in block.items():
             for name, module in modules.items():
-                if not isinstance(module, dict) or module["weight"].ndim != 2:
-                    continue  # a norm or a bias
+                if name in fixed or not isinstance(module, dict) or "weight" not in module:
+                    continue
+                if module["weight"].ndim != 2:
+                    continue  # a norm
                 if not section.lora_matrices or name in section.lora_matrices:
                     chosen[layer, part, name] = module["weight"]
     return chosen
