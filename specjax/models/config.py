@@ -71,6 +71,7 @@ class ExpertsConfig:
       shared_gate: a gate of its own scales the shared expert.
       scales_inputs: scores are factors on the experts' inputs, not on their results.
       biases: the experts' layers have biases.
+      balance: how much of the balancing loss training adds, in each layer with experts.
       clip: (alpha, limit) of gpt-oss's gate, ``gate · sigmoid(alpha · gate) · (up + 1)`` with both
         limited; None: the model's activation.
 
@@ -94,6 +95,7 @@ class ExpertsConfig:
     scales_inputs: bool = False
     biases: bool = False
     clip: tuple[float, float] | None = None
+    balance: float = 0.0
 
     def __post_init__(self):
         if self.count % self.groups:

@@ -50,7 +50,13 @@ class Router(nnx.Module):
 
     def __call__(self, x: Float[Array, "T D"]) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
         """The chosen experts of each token, and the float32 factors of their results."""
-        return choose(self.experts, self.logits(x), self._correction())
+        logits = self.logits(x)
+        ids, factors = choose(self.experts, logits, self._correction())
+        if self.experts.balance:
+            # The losses of training are sums over tokens, too.
+            loss = len(x) * self.experts.balance * balancing_loss(self.experts, logits, ids)
+            factors = _with_loss(factors, loss)
+        return ids, factors
 
     def logits(self, x: Float[Array, "T D"]) -> Float[Array, "T E"]:
         """float32 scores of all experts, before they are made probabilities."""
@@ -83,6 +89,35 @@ def choose(
     if experts.normalized:
         factors = factors / (factors.sum(-1, keepdims=True) + TINY)
     return ids.astype(jnp.int32), factors * experts.scale
+
+
+def balancing_loss(
+    experts: ExpertsConfig, logits: Float[Array, "T E"], ids: Int[Array, "T k"]
+) -> Float[Array, ""]:
+    """How unevenly tokens choose their experts: k if all are chosen alike, more otherwise.
+
+    It is ``E · Σ fᵢ · Pᵢ`` over the experts i (Fedus et al. 2021, arXiv 2101.03961, equation (4)).
+    fᵢ is how many tokens choose i, as a share of all tokens, and Pᵢ the mean of its scores.
+    """
+    if experts.scores == "softmax":
+        scores = jax.nn.softmax(logits, axis=-1)
+    else:
+        scores = jax.nn.sigmoid(logits)
+        scores = scores / (scores.sum(-1, keepdims=True) + TINY)
+    chosen = jnp.bincount(ids.reshape(-1), length=experts.count) / len(ids)
+    return experts.count * jnp.sum(chosen * scores.mean(0))
+
+
+@jax.custom_vjp
+def _with_loss(x: Float[Array, "T k"], loss: Float[Array, ""]) -> Float[Array, "T k"]:
+    """``x``. In gradients ``loss`` counts as if it were added to what is differentiated.
+
+    So a layer adds a loss of its own, and no pass need return it.
+    """
+    return x
+
+
+_with_loss.defvjp(lambda x, loss: (x, None), lambda _, g: (g, jnp.ones((), jnp.float32)))
 
 
 def _of_best_groups(experts: ExpertsConfig, preferred: Float[Array, "T E"]) -> Float[Array, "T E"]:

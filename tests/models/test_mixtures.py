@@ -7,15 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import specjax as sj
 from specjax.models import experts, from_hf, init_params, load_pretrained, num_params
+from specjax.models.adapters import KEY, fuse_adapters
 from specjax.models.config import ExpertsConfig
-from specjax.models.experts import choose
+from specjax.models.experts import Router, balancing_loss, choose
 from specjax.models.hf.write import save_quantized
 from specjax.models.quantization import param_bytes, parse_scheme, quantize_params
 from specjax.models.sharding import split_config
 from support import stack_variants, variants
+from support.gated import tuned
 from support.variant_models import build, close, golden_stacks, whole
 
 MIXTURE = "qwen3_moe"
@@ -110,6 +113,53 @@ def test_groups_limit_the_choice_and_corrections_stay_out_of_the_factors():
     np.testing.assert_allclose(factors, [[1 / (1 + np.exp(-1.0))]], rtol=1e-6)
 
 
+def test_the_balancing_loss_is_k_for_equal_choices_and_more_for_others():
+    config = ExpertsConfig(count=8, active=2, size=8)
+    equal = jnp.arange(8).reshape(4, 2)
+    assert balancing_loss(config, jnp.zeros((4, 8)), equal) == pytest.approx(2)
+    collapsed = jnp.full((4, 8), -30.0).at[:, :2].set(0)  # all probability on two experts
+    assert balancing_loss(config, collapsed, jnp.tile(jnp.arange(2), (4, 1))) == pytest.approx(8)
+
+
+def test_a_router_adds_the_balancing_loss_to_gradients_alone():
+    cfg = from_hf(variants.config(MIXTURE)).layer(1)
+    balanced = dataclasses.replace(cfg.experts, balance=0.3)
+    x = jax.random.normal(jax.random.key(1), (12, cfg.hidden_size))
+
+    def router(experts, weight):
+        made = Router(dataclasses.replace(cfg, experts=experts), nnx.Rngs(0))
+        made.weight[...] = weight
+        return made
+
+    def total(experts, weight):
+        return jnp.sum(router(experts, weight)(x)[1] ** 2)
+
+    def loss(weight):
+        logits = router(cfg.experts, weight).logits(x)
+        return balancing_loss(cfg.experts, logits, choose(cfg.experts, logits)[0])
+
+    weight = jax.random.normal(jax.random.key(2), (cfg.experts.count, cfg.hidden_size))
+    plain, added = (
+        jax.value_and_grad(functools.partial(total, experts))(weight)
+        for experts in (cfg.experts, balanced)
+    )
+    assert plain[0] == added[0]
+    want = plain[1] + len(x) * 0.3 * jax.grad(loss)(weight)
+    np.testing.assert_allclose(added[1], want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.torch
+def test_the_balancing_loss_is_that_of_transformers():
+    torch = pytest.importorskip("torch")
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    config = ExpertsConfig(count=8, active=3, size=8)
+    logits = np.random.default_rng(0).normal(size=(20, 8)).astype(np.float32)
+    theirs = load_balancing_loss_func((torch.from_numpy(logits),), 8, 3)
+    ours = balancing_loss(config, jnp.asarray(logits), choose(config, jnp.asarray(logits))[0])
+    assert ours == pytest.approx(float(theirs), rel=1e-5)
+
+
 def last_logits(name, cfg, params):
     return np.asarray(whole(cfg, params, variants.tokens(), "dense"))[:, -variants.LAST :]
 
@@ -136,6 +186,11 @@ MUTANTS = {
         ("attention", "kv_down", "weight"),
         lambda x: x.at[stack_variants.LATENT[LATENT]["kv_lora_rank"] :].set(0),
     ),
+    "a router's weights of a neighbor": (
+        MIXTURE,
+        ("mlp", "router", "weight"),
+        lambda x: jnp.roll(x, 1, axis=0),
+    ),
     "a correction dropped": (LATENT, ("mlp", "router", "correction"), jnp.zeros_like),
     "a shared expert dropped": (LATENT, ("mlp", "shared", "down", "weight"), jnp.zeros_like),
 }
@@ -149,6 +204,26 @@ def test_a_defect_changes_the_logits(mutant):
     want = golden_stacks()[f"{name}/logits"]
     close(last_logits(name, cfg, fused), want)
     assert np.abs(last_logits(name, cfg, set_leaf(fused, "1", path, change)) - want).max() > 1e-2
+
+
+@pytest.mark.parametrize("name", [MIXTURE, LATENT, "deepseek_v2-lite"])
+def test_gated_adapters_act_alike_in_both_layouts(name):
+    """Experts and routers have none, and neither has what decoding absorbs."""
+    cfg, params, fused = build(name)
+    ids = (7,)
+    cfg = dataclasses.replace(cfg, adaptive_ids=ids)
+    adapted = tuned(params, ids)
+    adapters = adapted[KEY]
+    names = {
+        name for block in adapters["layers"].values() for part in block.values() for name in part
+    }
+    assert "out" in names and not names & {"router", "experts", "shared", "kv_up"}
+    tokens = np.where(variants.tokens() % 3 == 0, ids[0], variants.tokens())
+    want = whole(cfg, adapted, tokens, "dense")
+    got = whole(cfg, fused | {KEY: fuse_adapters(cfg, adapters)}, tokens, "dense")
+    assert np.abs(np.asarray(want) - whole(cfg, params, tokens, "dense"))[..., 8:].max() > 0.1
+    finite = np.isfinite(np.asarray(want))
+    close(np.asarray(got)[finite], np.asarray(want)[finite])
 
 
 @pytest.mark.parametrize("name", [MIXTURE, LATENT])

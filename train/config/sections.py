@@ -52,6 +52,7 @@ class Model:
     tie_embeddings: bool = True
     compute_dtype: ComputeDtype = "float32"  # of the forward pass; master weights are float32
     remat: Remat = False  # recompute blocks in the backward pass, as Tuned.remat
+    router_aux_loss: NotNegativeFloat = 0.0  # of a mixture of experts, as Tuned.router_aux_loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,6 +215,9 @@ class Tuned:
     # sequences, recompute the rest.
     remat: Remat = False
     scan: bool = False  # compile one block and scan over the layers: deep models compile faster
+    # Of a mixture of experts: weight of the loss by which all experts are chosen alike, as
+    # router_aux_loss_coef of transformers.
+    router_aux_loss: NotNegativeFloat = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

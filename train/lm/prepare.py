@@ -23,7 +23,7 @@ from train.data.tokenized import Corpus
 from train.data.tokenizer import id_count, load_tokenizer, tokenizer_file, train_tokenizer
 from train.engine.batches import open_corpus, read_documents
 from train.engine.shares import require_model_axis
-from train.engine.starting import require_model
+from train.engine.starting import require_model, with_router_loss
 
 
 class LmSetup(NamedTuple):
@@ -46,6 +46,7 @@ def prepare_setup(cfg: LMConfig, directory: Path, cache: Path | None) -> LmSetup
     documents = None if cfg.data.shards else read_documents(cfg.data, chats)
     tokenizer = get_tokenizer(cfg, documents.texts if documents else None, directory)
     model, first_params = build_model(cfg, tokenizer)
+    model = with_router_loss(model, cfg.model.router_aux_loss)
     if cfg.mesh.model > 1:
         for each in (model, *teachers(cfg)):
             require_model_axis(each, cfg.mesh.model)
@@ -122,7 +123,7 @@ def build_model(cfg: LMConfig, tokenizer: Tokenizer) -> tuple[ModelConfig, Calla
 
 def _new_model(section: Model, vocab_size: int, ends: DocumentEnds) -> ModelConfig:
     """A Llama architecture of the config's sizes."""
-    not_sizes = ("init_from", "compute_dtype", "remat")
+    not_sizes = ("init_from", "compute_dtype", "remat", "router_aux_loss")
     sizes = {name: value for name, value in vars(section).items() if name not in not_sizes}
     sizes["vocab_size"] = vocab_size
     sizes["num_kv_heads"] = section.num_kv_heads or None

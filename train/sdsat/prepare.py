@@ -26,6 +26,7 @@ from train.data.prompts import PROMPT_TOKENS
 from train.data.tokenized import Corpus
 from train.data.tokenizer import id_count, load_tokenizer, tokenizer_file
 from train.engine.shares import require_model_axis
+from train.engine.starting import with_router_loss
 from train.sdsat.insertion import (
     PROBE_EVERY,
     Insertion,
@@ -88,10 +89,11 @@ def prepare_setup(cfg: SDSATConfig) -> SdsatSetup:
 
     earlier = None if found.delta is None else found.adapters
     eos_id, bos_id = checkpoint_ends(cfg.model.init_from, start, tokenizer)
+    tuned = with_router_loss(start, cfg.model.router_aux_loss)
     return SdsatSetup(
         start=found,
         tokenizer=tokenizer,
-        model=dataclasses.replace(start, vocab_size=start.vocab_size + new_rows, adaptive_ids=ids),
+        model=dataclasses.replace(tuned, vocab_size=start.vocab_size + new_rows, adaptive_ids=ids),
         new_rows=new_rows,
         insertion=Insertion(ids, _special_ids(start, tokenizer), section.start_rate, cfg.run.seed),
         layout=CodeLayout(
