@@ -5,9 +5,9 @@ The tools compile them, or run them with random weights.
 
 from __future__ import annotations
 
-from specjax.models import ModelConfig, from_hf, num_params
-from specjax.models.experts import distinct_experts
-from specjax.models.forward_pass import active_params
+from specjax.models import ModelConfig, from_hf
+from specjax.models.cache import row_bytes
+from specjax.models.quantization import awake_bytes
 
 
 def _llama(hidden: int, layers: int, heads: int, inner: int, tied: bool = False) -> dict:
@@ -92,15 +92,12 @@ DRAFTS = {
 }
 
 
-def pass_bytes(cfg: ModelConfig, rows: int, capacity: int, size: int = 2) -> float:
-    """Bytes that a pass must read: weights and cache positions, with ``size`` bytes a number.
+def pass_bytes(cfg: ModelConfig, rows: int, capacity: int) -> float:
+    """Bytes that a pass must read in bfloat16: weights and cache positions.
 
     The embedding counts only if the head is tied to it. Of a mixture, each row wakes its own
     experts, which are as distinct as chance makes them.
     """
-    weights = num_params(cfg) - (0 if cfg.tie_embeddings else cfg.vocab_size * cfg.hidden_size)
-    if cfg.experts is not None:
-        inactive = num_params(cfg) - active_params(cfg)
-        asleep = cfg.experts.count - distinct_experts(cfg.experts, rows)
-        weights -= inactive / (cfg.experts.count - cfg.experts.active) * asleep
-    return size * (weights + 2 * cfg.num_layers * rows * cfg.num_kv_heads * capacity * cfg.head_dim)
+    table = 0 if cfg.tie_embeddings else 2 * cfg.vocab_size * cfg.hidden_size
+    cache = rows * row_bytes(cfg, capacity, "bfloat16")
+    return awake_bytes(cfg, rows, "bfloat16") - table + cache

@@ -29,12 +29,19 @@ from specjax.models.hf.layout import DTYPES
 from specjax.models.hf.read import stored_form
 from specjax.models.loading import load_config
 from specjax.models.placement import check_split
-from specjax.models.quantization import NO_SCHEME, StoredForm, param_bytes, parse_scheme
+from specjax.models.quantization import (
+    NO_SCHEME,
+    StoredForm,
+    awake_bytes,
+    param_bytes,
+    parse_scheme,
+)
 from specjax.models.sharding import split_config
 
 BATCH = "batch"  # the plan that compiles
 HEADROOM = 0.1  # share of the memory for activations, logits and the program itself
 # Tokens per row for which the largest batch is listed, besides the longest possible row.
+PASS_TOKENS = (1, 4, 8, 64)  # of all rows together, in passes of a mixture of experts
 ROW_LENGTHS = (1024, 4096, 16384)
 
 Plan = dict[str, Any]
@@ -171,6 +178,7 @@ def model_plan(
         "dtype": dtype,
         "parameters": num_params(cfg),
         "active_parameters": active_params(cfg),
+        "experts": _experts_plan(cfg, DTYPES[dtype], scheme),
         "quantize": None if scheme is None else str(scheme),
         "weight_bytes": whole,
         "weight_bytes_per_device": per_device,
@@ -181,6 +189,21 @@ def model_plan(
         "sliding_layers": sliding_layers(cfg),
         "max_position": cfg.max_position,
         "rope_type": cfg.rope.kind if cfg.rope else None,
+    }
+
+
+def _experts_plan(cfg: ModelConfig, dtype: Any, scheme: StoredForm | None) -> Plan | None:
+    """How many experts a token chooses, and the bytes of weights that passes read, by tokens.
+
+    Those are of all devices together, and as distinct as chance makes the experts.
+    """
+    if cfg.experts is None:
+        return None
+    read = {tokens: awake_bytes(cfg, tokens, dtype, scheme) for tokens in PASS_TOKENS}
+    return {
+        "count": cfg.experts.count,
+        "per_token": cfg.experts.active,
+        "read_bytes_by_tokens": read,
     }
 
 
@@ -271,11 +294,21 @@ def _describe_model(role: str, model: Plan, several_devices: bool) -> list[str]:
         context += "; rope_type dynamic stretches nothing here, yarn and linear do"
     kinds = ", ".join(filter(None, (model["family"], model["dtype"], model["quantize"])))
     lines = [f"{role}: {model['model']} ({kinds})", f"  {weights}"]
+    if model["experts"]:
+        lines.append(_describe_experts(model["experts"]))
     if model["why_whole_on_each_device"]:
         lines.append(f"  whole on each device: {model['why_whole_on_each_device']}")
     if model["codes_on_cpu"]:
         lines.append(f"  codes: {model['codes_on_cpu']}")
     return [*lines, f"  cache: {cache}", f"  context: {context}"]
+
+
+def _describe_experts(experts: Plan) -> str:
+    read = experts["read_bytes_by_tokens"]
+    tokens = ", ".join(map(str, read))
+    sizes = ", ".join(map(_size, read.values()))
+    chosen = f"{experts['per_token']} of {experts['count']} for a token"
+    return f"  experts: {chosen}; passes over {tokens} tokens read about {sizes}"
 
 
 def _size(count: float) -> str:

@@ -22,6 +22,7 @@ from jaxtyping import Array, Float
 
 from specjax._util.errors import ModelError
 from specjax.models.config import ModelConfig
+from specjax.models.experts import distinct_experts
 from specjax.models.forward_pass import param_axes, param_shapes, part_axes, size_per_device
 from specjax.models.quantized import Grouped, PerOutput, Quantized, is_quantized
 from specjax.models.sharding import EXPERTS
@@ -188,6 +189,28 @@ def param_bytes(cfg: ModelConfig, dtype: DTypeLike, scheme: StoredForm | None = 
     Raises:
       ModelError: the groups do not divide the inputs of a weight.
     """
+    return sum(jax.tree.leaves(_leaf_bytes(cfg, dtype, scheme)))
+
+
+def awake_bytes(
+    cfg: ModelConfig, tokens: int, dtype: DTypeLike, scheme: StoredForm | None = None
+) -> int:
+    """Bytes of the params that a pass over so many tokens uses.
+
+    Of a mixture's experts they are as many as the tokens wake, if each token chooses apart from the
+    others (:func:`specjax.models.experts.distinct_experts`). The embedding counts.
+    """
+    sizes = _leaf_bytes(cfg, dtype, scheme)
+    asleep = 0.0
+    for layer in sizes["layers"].values():
+        if cfg.experts is not None and "experts" in layer["mlp"]:
+            share = 1 - distinct_experts(cfg.experts, tokens) / cfg.experts.count
+            asleep += share * sum(jax.tree.leaves(layer["mlp"]["experts"]))
+    return sum(jax.tree.leaves(sizes)) - round(asleep)
+
+
+def _leaf_bytes(cfg: ModelConfig, dtype: DTypeLike, scheme: StoredForm | None) -> dict:
+    """Bytes of each parameter on one device, as the nested dict of the params."""
 
     def count_bytes(leaf: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> int:
         size = size_per_device(cfg, leaf, axes)
@@ -198,4 +221,4 @@ def param_bytes(cfg: ModelConfig, dtype: DTypeLike, scheme: StoredForm | None = 
             param_scheme = param_scheme.of_share(leaf.shape[-1])
         return param_scheme.weight_bytes(size, leaf.shape[-1])
 
-    return sum(jax.tree.leaves(jax.tree.map(count_bytes, param_shapes(cfg), param_axes(cfg))))
+    return jax.tree.map(count_bytes, param_shapes(cfg), param_axes(cfg))

@@ -16,7 +16,7 @@ import specjax as sj
 from infer import convert
 from infer.run import commands as run
 from infer.run import job
-from infer.run.plan import make_plan
+from infer.run.plan import describe, make_plan
 from specjax.lm import DEMO
 from specjax.models import init_cache, load_pretrained, save_pretrained
 from specjax.models.cache import row_bytes
@@ -45,6 +45,23 @@ def test_the_plan_counts_what_loading_and_caching_take(directory):
     assert plan["target"]["cache_bytes_per_token_and_row"] * 3 * 128 == cache
     rows = plan["largest_batch_by_tokens_per_row"]
     assert list(rows) == [128] and rows[128] == (int(0.9 * 2**20) - weights) // (cache // 3)
+
+
+def test_the_plan_of_a_mixture_counts_the_experts_that_a_pass_wakes(tmp_path):
+    cfg, params, _ = build("deepseek_v3")
+    save_pretrained(tmp_path / "model", cfg, params)
+    plan = make_plan({"target": str(tmp_path / "model")}, "float32", 2**30)["target"]
+    read = plan["experts"]["read_bytes_by_tokens"]
+    assert read[1] == 4 * plan["active_parameters"]
+    experts = params["layers"]["1"]["mlp"]["experts"]
+    one = sum(x.nbytes for x in jax.tree.leaves(experts)) // 8
+    awake = 8 * (1 - (5 / 8) ** 4)  # three of eight experts for each of four tokens
+    assert read[4] == pytest.approx(plan["weight_bytes"] - (8 - awake) * one, abs=1)
+    assert "3 of 8 for a token" in plan_text(tmp_path / "model")
+
+
+def plan_text(directory):
+    return describe(make_plan({"target": str(directory)}, "float32", 2**30))
 
 
 def test_the_plan_of_groups_that_devices_cannot_share(tiny_pair_dirs, capsys):
