@@ -62,6 +62,24 @@ def test_names_with_a_wrappers_prefix_load(directory, wrapper):
     assert same(build("tinyllama")[1], load_pretrained(directory)[1])
 
 
+@pytest.mark.parametrize("wrapper", ["", "module.", "model."])
+@pytest.mark.parametrize("name", ["phi", "gptj"])
+def test_a_bias_on_the_logits_is_of_the_head(name, wrapper, tmp_path):
+    cfg, params, _ = build(name)
+    save_pretrained(tmp_path, cfg, params)
+    tensors = {wrapper + key: x for key, x in load_file(tmp_path / WEIGHTS).items()}
+    assert f"{wrapper}lm_head.bias" in tensors
+    save_file(tensors, tmp_path / WEIGHTS, {"format": "pt"})
+    assert same(load_pretrained(tmp_path)[1], params)
+
+
+def test_a_window_of_0_beside_a_switch_that_is_off_is_none():
+    config = variants.config("qwen2_moe") | {"sliding_window": 0}
+    assert from_hf(config | {"use_sliding_window": False}).sliding_window is None
+    with pytest.raises(sj.ModelError, match="sliding_window is 0"):
+        from_hf(config)
+
+
 def test_a_prefix_of_some_tensors_alone_is_refused_by_name(directory):
     edit_weights(directory, lambda t: t.update({"module.odd.weight": np.zeros(2, np.float32)}))
     assert "module.odd.weight belongs to no part" in refused(directory)

@@ -194,6 +194,7 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
     if not isinstance(family, str) or family not in MODELS:
         raise kinds.unsupported_type(config, MODELS + multimodal.MODEL_TYPES)
     kinds.check_architectures(config, CLASSES[family])
+    config = hf_config.without_unused_window(config)
     hf_config.check(config)
     return FAMILIES[family].from_hf(config)
 

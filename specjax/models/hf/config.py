@@ -109,6 +109,13 @@ ROPE = {  # of rope_scaling and rope_parameters
 }
 
 
+def without_unused_window(config: Config) -> Config:
+    """``config`` without a window of 0, which transformers writes for a Qwen that has none."""
+    if config.get("sliding_window") == 0 and config.get("use_sliding_window") is False:
+        return {key: value for key, value in config.items() if key != "sliding_window"}
+    return config
+
+
 def check(config: Config) -> None:
     """Checks types and ranges, and that values agree with each other.
 

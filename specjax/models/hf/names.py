@@ -220,17 +220,21 @@ class Names:
         for prefix in _PREFIXES:
             if all(name.startswith(prefix) for name in names):
                 return prefix, ""
-        others = [name for name in names if name != self.head]
+        others = [name for name in names if not self._is_head(name)]
         if others and all(name.startswith(_INNER) for name in others):
             return _INNER, _MODEL
-        wrapped = (f"{_MODEL}{self.base}", f"{_MODEL}{self.head}")
+        wrapped = (f"{_MODEL}{self.base}", f"{_MODEL}{self.head.removesuffix('weight')}")
         if self.base and all(name.startswith(wrapped) for name in names):
             return _MODEL, ""
         return "", ""
 
+    def _is_head(self, name: str) -> bool:
+        """Whether it is the output layer's weight, or its bias."""
+        return name.startswith(self.head.removesuffix("weight"))
+
     def full(self, name: str) -> str:
         """The present name of a tensor, from the name in an old or a bare checkpoint."""
         name = self.renamed.get(name, name)
-        if name == self.head or name.startswith(self.base):
+        if self._is_head(name) or name.startswith(self.base):
             return name
         return self.base + name
