@@ -62,7 +62,7 @@ from specjax.models.attention.long_cache import (
     shared_blocks,
 )
 from specjax.models.cache import row_bytes
-from specjax.models.quantization import param_bytes, parse_scheme
+from specjax.models.quantization import awake_bytes, parse_scheme
 from specjax.models.sharding import PARTIAL_SUMS
 from specjax.registry import METHODS
 from specjax.runtime.generate import make_engine
@@ -282,10 +282,11 @@ def turns(counts: dict[str, int], path: str) -> int:
 def held(model: sj.LM, rows: int, args: argparse.Namespace) -> float:
     """Bytes that a pass must read on one chip: weights and used cache positions.
 
-    The embedding counts only if the head is tied to it.
+    The embedding counts only if the head is tied to it. Of a mixture's experts those count that one
+    token of each row wakes.
     """
     cfg, chips = model.config, args.mesh["model"]
-    weights = param_bytes(cfg, jnp.bfloat16, args.quantize)
+    weights = awake_bytes(cfg, rows, jnp.bfloat16, args.quantize)
     if not cfg.tie_embeddings:
         table = jax.tree.leaves(model.params["embed"])
         weights -= sum(x.size * x.dtype.itemsize for x in table) / chips

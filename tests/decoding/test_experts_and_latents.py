@@ -15,6 +15,7 @@ from specjax.registry import Context
 from specjax.runtime.engine import Engine
 from support import laws, variants
 from support.caches import check_cache
+from support.lengths import fixed_lengths
 from support.variant_models import pair
 
 NAMES = ("qwen3_moe", "deepseek_v3")
@@ -89,3 +90,64 @@ def test_cache_equals_fresh_prefill_after_every_round(name, method):
         rounds += 1
         check_cache(target, state, atol=1e-4)
     assert rounds > 2
+
+
+# What decodes plainly from the same distribution, by method; autoregressive for all others.
+PLAIN = dict.fromkeys(("scd", "block-scd", "tree-scd"), "contrastive")
+EXACT = [name for name, spec in sj.methods().items() if spec.lossless]
+LOOPS = [name for name, spec in sj.methods().items() if not spec.search]
+
+
+@functools.cache
+def adaptive_pair(name):
+    """The variant's pair; the target has adaptive tokens, for the methods that draft by those."""
+    target, draft = pair(name)
+    last = target.config.vocab_size - 1
+    own = dataclasses.replace(target.config, adaptive_ids=(last,) * 3)
+    return sj.from_params(own, target.params), draft
+
+
+def random_prompts():
+    """A hundred, of up to twenty tokens."""
+    draws = np.random.default_rng(0)
+    return [draws.integers(1, 60, draws.integers(1, 21)).tolist() for _ in range(100)]
+
+
+@functools.cache
+def greedy(name, method):
+    target, draft = adaptive_pair(name)
+    out = sj.generate(
+        target,
+        random_prompts(),
+        method=method,
+        draft=draft,
+        sampling=sj.Sampling(0.0),
+        max_new_tokens=16,
+        batch_size=20,
+        options=fixed_lengths(method),
+    )
+    return np.stack(out.tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("method", EXACT)
+def test_every_lossless_method_is_greedy_decoding(name, method):
+    plain = greedy(name, PLAIN.get(method, "autoregressive"))
+    np.testing.assert_array_equal(greedy(name, method), plain)
+
+
+@pytest.mark.slow
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("method", LOOPS)
+def test_cache_of_every_method_equals_fresh_prefill(name, method):
+    target, draft = adaptive_pair(name)
+    rounds = 0
+    for state in states_by_round(
+        target, draft, method, {}, sj.Sampling(0.9), budget=12, prompts=PROMPTS
+    ):
+        rounds += 1
+        check_cache(target, state, atol=1e-4)
+    assert rounds > 1

@@ -290,6 +290,13 @@ def test_each_family_knows_its_names_in_transformers(name):
         from_hf(config | {"architectures": ["Foreign"]})
 
 
+def test_code_beside_a_checkpoint_is_not_run(directory):
+    (directory / "modeling_odd.py").write_text("raise SystemExit('this ran')")
+    auto_map = {"AutoModelForCausalLM": "modeling_odd.OddForCausalLM"}
+    edit_config(directory, model_type="odd", auto_map=auto_map)
+    assert "code that a checkpoint brings is never run" in refused(directory)
+
+
 def test_what_is_no_text_decoder_is_named(directory):
     edit_config(directory, is_encoder_decoder=True)
     assert "encoder-decoder" in refused(directory)

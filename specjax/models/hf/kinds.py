@@ -110,6 +110,8 @@ def unsupported_type(config: dict[str, Any], supported: Sequence[str]) -> ModelE
         text += " (an encoder-decoder)"
     elif names:
         text += f" ({format_value(names[0])}, {_kind_of(names[0])})"
+    if "auto_map" in config:
+        text += ", and code that a checkpoint brings is never run"
     return ModelError(f"{text}; supported: {', '.join(supported)}")
 
 
