@@ -356,7 +356,10 @@ def _by_blocks(
 def _block_size(slots: int, count: int) -> int:
     """About as many slots as an expert has on average, a power of two."""
     average = max(1, slots // count)
-    return max(MIN_BLOCK, min(MAX_BLOCK, 1 << (average - 1).bit_length()))
+    # A narrow pass is padded with copies of its last token, which choose the same experts. Smaller
+    # blocks would read those once for each block.
+    least = max(MIN_BLOCK, platform().pass_width)
+    return max(least, min(MAX_BLOCK, 1 << (average - 1).bit_length()))
 
 
 def distinct_experts(experts: ExpertsConfig, tokens: int) -> float:
