@@ -205,6 +205,7 @@ class Rule:
 
     @property
     def name(self) -> str:
+        """The name of its function."""
         return self.verify.__name__
 
     def __call__(

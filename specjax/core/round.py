@@ -60,10 +60,12 @@ class DraftVerify(Method):
 
     @property
     def depth(self) -> int:
+        """The most draft tokens that a round accepts."""
         return self.drafter.shape.depth
 
     @property
     def follows_paths(self) -> bool:
+        """Whether the target distribution and the rule both follow each node's path."""
         # A rule that reads the unwarped target could accept what the settings ban.
         return self.target.follows_paths and "raw_log_p" not in self.rule.extras
 
@@ -74,11 +76,13 @@ class DraftVerify(Method):
 
     @property
     def round_positions(self) -> int:
+        """Cache positions that one round may write: the widest pass, and what the target adds."""
         in_draft = max(*self.passes, self.drafter.round_positions)
         return in_draft + 1 + self.target.extra_positions
 
     @property
     def lookback(self) -> int:
+        """How many tokens before the root the draft reads again."""
         # A head reads the target's hidden state at a token together with the token after it.
         return 1 if self.drafter.needs_head else 0
 

@@ -60,6 +60,7 @@ class TreeShape(NamedTuple):
 
     @property
     def is_chain(self) -> bool:
+        """Whether it has one branch: a node at each depth."""
         return self.nodes == self.depth + 1
 
 
@@ -284,6 +285,7 @@ class Warp(struct.PyTreeNode):
 
     @property
     def greedy(self) -> Bool[Array, "B"]:
+        """Which rows take the likeliest token: those at temperature 0."""
         return self.temperature == 0
 
 
@@ -291,19 +293,23 @@ class HasNet(Protocol):
     """A loaded model: :class:`specjax.LM`, or an object of yours with these attributes."""
 
     @property
-    def net(self) -> Net: ...
+    def net(self) -> Net:
+        """Params and what is static about them."""
 
     @property
-    def eos_ids(self) -> tuple[int, ...]: ...
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end a sequence."""
 
     @property
-    def mesh(self) -> Mesh | None: ...
+    def mesh(self) -> Mesh | None:
+        """The devices that it is spread over; None for one."""
 
 
 class HasArrays(Protocol):
     """Sampling settings: :class:`specjax.Sampling`."""
 
-    def arrays(self, batch: int) -> Warp: ...
+    def arrays(self, batch: int) -> Warp:
+        """The settings as arrays of ``batch`` rows."""
 
 
 class Inputs(struct.PyTreeNode):

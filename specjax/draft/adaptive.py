@@ -77,10 +77,12 @@ class Candidates:
 
     @property
     def sampling(self) -> str:
+        """I.i.d. for a chain; the nodes of a tree are the likeliest tokens."""
         return IID if self.form == CHAIN else DETERMINISTIC
 
     @property
     def shape(self) -> TreeShape:
+        """A chain of k nodes, or a tree of depth k."""
         if self.form == CHAIN:
             return TreeShape.chain(self.k)
         return TreeShape(len(self.parents), self.k, max_children=len(self._places[0]))
@@ -180,6 +182,7 @@ class ProbePass(Drafter):
 
     @property
     def num_probes(self) -> int:
+        """Adaptive tokens of one group."""
         return len(self.adaptive)
 
     def init(self, inputs: Inputs, state: DecodeState) -> Any:
@@ -203,10 +206,12 @@ class VerifyPass(Drafter):
 
     @property
     def sampling(self) -> str:
+        """That of its candidates."""
         return self.candidates.sampling
 
     @property
     def shape(self) -> TreeShape:
+        """That of its candidates."""
         return self.candidates.shape
 
     def propose(self, inputs, state, keys) -> Proposal:
@@ -234,10 +239,12 @@ class SinglePass(Drafter):
 
     @property
     def shape(self) -> TreeShape:
+        """That of its candidates."""
         return self.candidates.shape
 
     @property
     def num_probes(self) -> int:
+        """Adaptive tokens of all groups."""
         return self.groups * len(self.adaptive)
 
     def init(self, inputs: Inputs, state: DecodeState) -> Any:

@@ -101,6 +101,7 @@ class Beam(ModelDrafter):
 
     @property
     def shape(self) -> TreeShape:
+        """A chain of γ nodes for the best beam, or the tree of all beams."""
         if self.verify_beams == "top1":
             return TreeShape.chain(self.gamma)
         return self._tree_shape

@@ -86,18 +86,22 @@ class Chain(ModelDrafter):
 
     @property
     def sampling(self) -> str:
+        """I.i.d. draws from q, or its likeliest tokens."""
         return DETERMINISTIC if self.greedy else IID
 
     @property
     def shape(self) -> TreeShape:
+        """A chain of γ nodes."""
         return TreeShape.chain(self.gamma)
 
     @property
     def ends_early(self) -> bool:
+        """Whether it stops where the draft model is unsure, before γ."""
         return self.stop != NEVER_STOPS
 
     @property
     def settings(self) -> tuple[str, ...]:
+        """Names of the thresholds that its stop reads."""
         return ("tau1",) if self.ends_early else ()
 
     def with_logits(self) -> Chain:

@@ -182,6 +182,7 @@ class HeadTree(HeadDrafter, Tree):
 
     @property
     def name(self) -> str:
+        """The name of all drafters with a head."""
         return HEAD
 
 
@@ -225,6 +226,7 @@ class HeadBest(HeadDrafter):
 
     @property
     def shape(self) -> TreeShape:
+        """At most ``budget`` nodes, ``depth`` deep."""
         candidates = self.width + (self.depth - 1) * self.width**2
         return TreeShape(1 + min(self.budget, candidates), self.depth, self.width)
 

@@ -38,6 +38,7 @@ class Lookup(Drafter):
 
     @property
     def shape(self) -> TreeShape:
+        """A chain of γ nodes."""
         return TreeShape.chain(self.gamma)
 
     def propose(self, inputs, state, keys) -> Proposal:

@@ -91,6 +91,7 @@ class Suffix(Drafter):
 
     @property
     def shape(self) -> TreeShape:
+        """A chain of γ nodes."""
         return TreeShape.chain(self.gamma)
 
     def init(self, inputs: Inputs, state: DecodeState) -> tuple[Pool, Int[Array, "B"]]:

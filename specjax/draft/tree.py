@@ -50,15 +50,18 @@ class Tree(ModelDrafter):
 
     @property
     def name(self) -> str:
+        """``iid`` for independent chains, else ``tree``."""
         only_chains = max(self.branching[1:], default=1) == 1
         return "iid" if self.replacement and only_chains else "tree"
 
     @property
     def sampling(self) -> str:
+        """How siblings are drawn: i.i.d., or without replacement."""
         return IID if self.replacement else WITHOUT_REPLACEMENT
 
     @property
     def shape(self) -> TreeShape:
+        """A node's children at each level, as ``branching`` says."""
         return TreeShape(len(self._parents), len(self.branching), max(self.branching))
 
     @functools.cached_property

@@ -54,14 +54,17 @@ class Together:
     product: bool = False
 
     def init(self, shared, own):
+        """Each part's carry before the first token."""
         each = zip(self.parts, shared, own, strict=True)
         return tuple(part.init(s, o) for part, s, o in each)
 
     def advance(self, shared, own, carry, token):
+        """Each part's carry after one more token."""
         each = zip(self.parts, shared, own, carry, strict=True)
         return tuple(part.advance(s, o, c, token) for part, s, o, c in each)
 
     def value(self, shared, own, carry):
+        """The sum or product of the parts' scores, float32; −inf if a part is −inf or NaN."""
         each = zip(self.parts, shared, own, carry, strict=True)
         values = [jnp.asarray(part.value(s, o, c), jnp.float32) for part, s, o, c in each]
         values = jnp.stack(values)

@@ -33,6 +33,7 @@ class Length:
         """Every completion has a length."""
 
     def score(self, sample):
+        """The score of one completion, by its number of tokens."""
         # float32, as on the device: a threshold must give the same answer in both places.
         count = len(sample.tokens)
         if count < self.low:
@@ -40,6 +41,7 @@ class Length:
         return float(min(np.float32(1), np.float32(self.high) / np.float32(max(count, 1))))
 
     def on_device(self, tokenizer, constraints):
+        """A count of tokens on the device."""
         shared = {"low": np.int32(self.low), "high": np.int32(self.high)}
         return DeviceReward(Counting(), shared, np.zeros((len(constraints), 0), np.int32))
 

@@ -169,6 +169,7 @@ class Lexical:
         return list(dict.fromkeys([*self.words, *constraints.get(self.name, ())]))
 
     def check(self, tokenizer, constraints):
+        """Checks that each row has words, and that they are no more and no other than fit."""
         for row_constraints in constraints:
             words = self.words_of(row_constraints)
             if not words:
@@ -198,6 +199,7 @@ class Lexical:
         )
 
     def score(self, sample):
+        """The share of the words that occur, or that do not, float32."""
         words = self.words_of(sample.constraints)
         text = sample.text.encode()
         count = 0
@@ -208,6 +210,7 @@ class Lexical:
         return float(np.float32(1) - share if self.absent else share)
 
     def on_device(self, tokenizer, constraints):
+        """An automaton of the words for each row; None without a tokenizer."""
         if tokenizer is None:
             return None
         rows = [self.words_of(one) for one in constraints]

@@ -50,21 +50,19 @@ class Reward(Protocol):
     ``score`` is plain Python. If ``on_device`` gives a :class:`DeviceReward`, the device loop uses
     that. Otherwise the host calls ``score`` between passes, or ``score_many(samples)``, where there
     is such a method, for all samples at once.
-
-    Attributes:
-      name: as in ``--reward``; constraints go by it.
-      bounds: the lowest and highest score; None if unknown.
-      full: from this score on a constraint counts as satisfied.
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """As in ``--reward``; constraints go by it."""
 
     @property
-    def bounds(self) -> tuple[float, float] | None: ...
+    def bounds(self) -> tuple[float, float] | None:
+        """The lowest and highest score; None if unknown."""
 
     @property
-    def full(self) -> float: ...
+    def full(self) -> float:
+        """From this score on a constraint counts as satisfied."""
 
     def check(self, tokenizer: Tokenizer | None, constraints: Sequence[dict]) -> None:
         """Checks that it can score rows with these constraints, before anything compiles.

@@ -43,6 +43,7 @@ class Regex(OfText):
         )
 
     def score(self, sample):
+        """1 if the pattern occurs in the text, else 0."""
         return float(self.pattern.search(sample.text) is not None)
 
 
@@ -56,6 +57,7 @@ class Json(OfText):
     name = "json"
 
     def score(self, sample):
+        """1 for valid JSON, 0.5 for the beginning of some, else 0."""
         state = json_state(sample.text)
         if state == VALID:
             return 1.0
@@ -75,6 +77,7 @@ class Python(OfText):
     name = "python"
 
     def score(self, sample):
+        """1 if the text parses as Python, else 0."""
         return float(parses_as_python(sample.prompt, sample.text))
 
 
@@ -88,6 +91,7 @@ class OfFunction(OfText):
     full = 1.0
 
     def score(self, sample):
+        """What the function returns for this completion."""
         if _accepts_two(self.function):
             return self.function(sample.text, sample.prompt)
         return self.function(sample.text)

@@ -45,10 +45,12 @@ class Contrastive(TargetDist):
 
     @property
     def needs_draft_logits(self) -> bool:
+        """Whether the amateur's logits are the drafter's."""
         return not self.own_passes
 
     @property
     def draft_calls(self) -> int:
+        """One pass of the amateur, if the drafter does not give its logits."""
         return int(self.own_passes)
 
     def standalone(self) -> Contrastive:

@@ -53,6 +53,7 @@ class Guided(TargetDist):
 
     @property
     def extra_positions(self) -> int:
+        """Cache positions that the negative prompt needs more than the prompt."""
         return max(len(self.negative) - 1, 0)
 
     def init(self, inputs, state):
