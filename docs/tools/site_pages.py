@@ -21,7 +21,14 @@ ABOVE = {
     "CHANGELOG.md": "CHANGELOG.md",
     "SECURITY.md": "SECURITY.md",
 }
+# Modules whose public names have a page of their own in the reference.
+MODULES = ("draft", "verify", "rewards", "laws", "metrics", "models")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]*)(#[^)\s]*)?\)")
+DIAGRAM = re.compile(r"```mermaid\n.*?```\n", re.DOTALL)
+NODE = re.compile(r'(\w+)\["([^"]+)"\]')
+ARROW = re.compile(r"^ *(\w+)(?:\[[^\]]*\])? --> (.+)$", re.MULTILINE)
+INLINE_CODE = re.compile(r"<code>[^<]*</code>")
+OPTION = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -30,14 +37,38 @@ def on_files(files: Any, config: Any) -> Any:
         text = with_links((ROOT / source).read_text(encoding="utf-8"), source)
         files.append(File.generated(config, page, content=text))
     files.append(File.generated(config, "reference.md", content=reference()))
+    for module in MODULES:
+        page = f"reference/{module}.md"
+        files.append(File.generated(config, page, content=reference_of(module)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Changes the links of a page of docs/, which are links between files of the checkout."""
-    if page.file.src_uri in (*ABOVE.values(), "reference.md"):
+    source = page.file.src_uri
+    if source in ABOVE.values() or source.startswith("reference"):
         return markdown
-    return with_links(markdown, f"docs/{page.file.src_uri}")
+    return with_links(DIAGRAM.sub(as_list, markdown), f"docs/{source}")
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Keeps an option of a command line whole, which browsers break after its hyphens."""
+    return INLINE_CODE.sub(
+        lambda code: OPTION.sub(r'<span class="option">\g<0></span>', code[0]), html
+    )
+
+
+def as_list(diagram: re.Match) -> str:
+    """A diagram as the list of its rooms and what each imports.
+
+    Drawing it in a browser would take a library of three megabytes.
+    """
+    lines = []
+    labels = {name: text.split("<br/>")[0] for name, text in NODE.findall(diagram[0])}
+    for name, targets in ARROW.findall(diagram[0]):
+        others = ", ".join(f"`{labels.get(goal, goal)}`" for goal in targets.split(" & "))
+        lines.append(f"- `{labels.get(name, name)}` imports {others}")
+    return "\n".join(lines) + "\n"
 
 
 def with_links(text: str, source: str) -> str:
@@ -83,8 +114,30 @@ def reference() -> str:
     lines = ["# Reference", "", "The public names of `import specjax as sj`."]
     for module, names in modules.items():
         if module:
-            lines += ["", f"## specjax.{module}"] + [f"\n::: {name}" for name in names]
+            # A reader imports errors from `specjax`, not from the private room that defines them.
+            title = "specjax" if module.startswith("_") else f"specjax.{module}"
+            lines += ["", f"## {title}"] + [f"\n::: {name}" for name in names]
     lines += ["", "## Modules"]
     for name in modules[""]:
         lines += [f"\n::: specjax.{name}", "    options: {members: false}"]
+        if name in MODULES:
+            lines += ["", f"Its names: [specjax.{name}](reference/{name}.md)."]
     return "\n".join(lines) + "\n"
+
+
+def reference_of(module: str) -> str:
+    """The page of the public names of ``specjax.MODULE``."""
+    lines = [f"# specjax.{module}", "", f"::: specjax.{module}"]
+    folder = ROOT / "specjax" / module
+    if not folder.is_dir():
+        return "\n".join([*lines, "    options: {show_root_heading: false}", ""])
+    lines += ["    options: {show_root_heading: false, members: false}"]
+    tree = ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))
+    (public,) = (ast.literal_eval(node.value) for node in tree.body if is_all(node))
+    lines += [f"\n::: specjax.{module}.{name}" for name in public]
+    return "\n".join(lines) + "\n"
+
+
+def is_all(node: ast.stmt) -> bool:
+    """Whether a statement sets ``__all__``."""
+    return isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"

@@ -43,6 +43,17 @@ def test_links_between_files_lead_somewhere():
     assert links and not lost
 
 
+def test_lists_and_tables_look_the_same_on_the_site():
+    """The site's Markdown nests a list by four spaces, and ends a table at an empty line alone."""
+    wrong = []
+    for page in [*DOCS.rglob("*.md"), *DOCS.parent.glob("*.md")]:
+        text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+        nested = re.findall(r"^ {1,3}(?:- |\d+\. |\|).*", text, re.M)
+        after_a_table = re.findall(r"^ *\|.*\n((?! *\||<!--).+)", text, re.M)
+        wrong += [f"{page.name}: {line}" for line in nested + after_a_table]
+    assert not wrong
+
+
 def test_figures_of_the_pages_exist_and_are_small():
     linked = {
         (page.parent / link).resolve()

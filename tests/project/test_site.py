@@ -1,15 +1,18 @@
 """The docs site: it builds without a warning, its links lead somewhere, and every name is in it."""
 
 import html
+import inspect
 import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
 import specjax
+from support.tools import load
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,12 +57,81 @@ def test_no_page_fetches_anything_from_elsewhere(site):
 
 @pytest.mark.slow
 def test_the_reference_has_every_public_name(site):
-    (reference,) = (text for path, text in site.items() if path.endswith("/reference.html"))
-    places = re.findall(r'id="(specjax\.[\w.]+)"', reference)
-    names = {place.rpartition(".")[2] for place in places}
-    assert names >= {name for name in dir(specjax) if not name.startswith("_")}
+    assert names_of(site, "/reference.html") >= {n for n in dir(specjax) if not n.startswith("_")}
+    for module in load("site_pages").MODULES:
+        public = getattr(specjax, module).__dict__.get("__all__", ())
+        assert names_of(site, f"/reference/{module}.html") >= set(public), module
+
+
+@pytest.mark.slow
+def test_nothing_of_a_source_stands_in_a_page(site):
+    """Neither a docstring's marks nor the text of a diagram."""
+    for path, text in site.items():
+        assert not re.findall(r":(?:class|func|meth|mod|data):|flowchart", text), path
+
+
+def names_of(site: dict[str, str], end: str) -> set[str]:
+    """The public names that one page of the reference describes."""
+    (reference,) = (text for path, text in site.items() if path.endswith(end))
+    return {place.rpartition(".")[2] for place in re.findall(r'id="(specjax\.[\w.]+)"', reference)}
+
+
+# --- docstrings -------------------------------------------------------------------------------
 
 
 def test_every_public_name_has_a_docstring():
-    public = [getattr(specjax, name) for name in specjax.__all__ if not name.startswith("_")]
-    assert not [thing for thing in public if not (thing.__doc__ or "").strip()]
+    undocumented = []
+    for name in specjax.__all__:
+        undocumented += without_docstring(f"specjax.{name}", getattr(specjax, name))
+    assert not undocumented
+
+
+def test_a_name_without_a_docstring_is_found():
+    class Bare:
+        """A class with a method that says nothing."""
+
+        def says_nothing(self): ...
+
+    assert without_docstring("Bare", Bare) == ["Bare.says_nothing"]
+
+
+def without_docstring(path: str, thing: object) -> list[str]:
+    """Which of a name, its public names and its methods have no docstring."""
+    if not (inspect.ismodule(thing) or inspect.isclass(thing) or inspect.isfunction(thing)):
+        return []
+    missing = [] if (thing.__doc__ or "").strip() else [path]
+    if inspect.ismodule(thing):
+        for name in public_names(thing):
+            missing += without_docstring(f"{path}.{name}", getattr(thing, name))
+    elif inspect.isclass(thing):
+        methods = [name for name, member in vars(thing).items() if is_method(name, member)]
+        missing += [f"{path}.{name}" for name in methods if not inherited_docstring(thing, name)]
+    return missing
+
+
+def public_names(module: types.ModuleType) -> list[str]:
+    """The names of ``__all__``, else those that the module defines."""
+    if hasattr(module, "__all__"):
+        return list(module.__all__)
+    mine = [n for n, it in vars(module).items() if getattr(it, "__module__", "") == module.__name__]
+    return [name for name in mine if not name.startswith("_")]
+
+
+def is_method(name: str, member: object) -> bool:
+    """Whether a member of a class is a public method or property that is written out."""
+    function = function_of(member)
+    return not name.startswith("_") and isinstance(function, types.FunctionType)
+
+
+def inherited_docstring(cls: type, name: str) -> str:
+    """The docstring of a method or property, or of the one that it replaces."""
+    members = [vars(base)[name] for base in cls.__mro__ if name in vars(base)]
+    docs = [function_of(member).__doc__ for member in members if is_method(name, member)]
+    return next((doc for doc in docs if doc), "")
+
+
+def function_of(member: object) -> object:
+    """The function behind a property, a cached property, or a class or static method."""
+    if isinstance(member, property):
+        return member.fget
+    return getattr(member, "func", getattr(member, "__func__", member))
