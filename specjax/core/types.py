@@ -295,14 +295,17 @@ class HasNet(Protocol):
     @property
     def net(self) -> Net:
         """Params and what is static about them."""
+        ...
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Tokens that end a sequence."""
+        ...
 
     @property
     def mesh(self) -> Mesh | None:
         """The devices that it is spread over; None for one."""
+        ...
 
 
 class HasArrays(Protocol):
@@ -310,6 +313,7 @@ class HasArrays(Protocol):
 
     def arrays(self, batch: int) -> Warp:
         """The settings as arrays of ``batch`` rows."""
+        ...
 
 
 class Inputs(struct.PyTreeNode):

@@ -55,14 +55,17 @@ class Reward(Protocol):
     @property
     def name(self) -> str:
         """As in ``--reward``; constraints go by it."""
+        ...
 
     @property
     def bounds(self) -> tuple[float, float] | None:
         """The lowest and highest score; None if unknown."""
+        ...
 
     @property
     def full(self) -> float:
         """From this score on a constraint counts as satisfied."""
+        ...
 
     def check(self, tokenizer: Tokenizer | None, constraints: Sequence[dict]) -> None:
         """Checks that it can score rows with these constraints, before anything compiles.
