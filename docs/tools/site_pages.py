@@ -59,7 +59,7 @@ def on_page_content(html: str, **_: Any) -> str:
 
 
 def as_list(diagram: re.Match) -> str:
-    """A diagram as the list of its rooms and what each imports.
+    """A diagram as the list of its packages and what each imports.
 
     Drawing it in a browser would take a library of three megabytes.
     """
@@ -114,7 +114,7 @@ def reference() -> str:
     lines = ["# Reference", "", "The public names of `import specjax as sj`."]
     for module, names in modules.items():
         if module:
-            # A reader imports errors from `specjax`, not from the private room that defines them.
+            # A reader imports errors from `specjax`, not from the private package of theirs.
             title = "specjax" if module.startswith("_") else f"specjax.{module}"
             lines += ["", f"## {title}"] + [f"\n::: {name}" for name in names]
     lines += ["", "## Modules"]
