@@ -6,6 +6,8 @@ import warnings
 import numpy as np
 import pyarrow
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pyarrow import parquet
 
 from specjax import lm
@@ -77,6 +79,29 @@ def test_the_mask_is_that_of_a_reader_token_by_token(tokenizer, name):
             "tools": lambda m: (m["content"] or '[call]warm {"in": "C"}[/call]') + end,
         }.get(name, lambda m: m["content"] + end)
         assert trained == "".join(map(expected, answers))
+
+
+SAID = st.text(st.sampled_from("ab1 \n\té漢🙂<|>/[]."), max_size=12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    name=st.sampled_from(sorted(chats.TEMPLATES)),
+    pairs=st.lists(st.tuples(SAID, SAID), min_size=1, max_size=3),
+)
+def test_what_is_trained_is_what_the_answers_say(tokenizer, name, pairs):
+    """Whatever they begin and end with: what is before an answer has the ids of its prompt."""
+    template, _, end = chats.TEMPLATES[name]
+    record = {"messages": chats.turns(*(text for pair in pairs for text in pair))}
+    chat = chats.chat_format(tokenizer, template)
+    rows = chat.rows(record)
+    trims = name in ("headers", "model turns")
+    answers = [(answer.strip() if trims else answer) + end for _, answer in pairs]
+    trained = "".join(texts(tokenizer, row.ids[row.mask]) for row in rows)
+    assert trained == "".join(answers)
+    prompt = Tokenizer(tokenizer, template).encode_chat(record["messages"][:1])
+    first = rows[0].mask.argmax()
+    assert rows[0].ids[:first].tolist() == prompt
 
 
 @pytest.mark.parametrize("name", ["chatml", "headers"])

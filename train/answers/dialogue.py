@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from specjax.runtime.infill import leading_ids
 from specjax.text.conversations import ASSISTANT, Conversation, Message
 from specjax.text.tokenizer import Tokenizer
 from train.answers.questions import Asked, is_answer
@@ -52,14 +51,6 @@ class Writer:
         """
         marked = Conversation([{"role": "user", "content": USER_MARK}])
         return self.chats.render(marked, 1, False).partition(USER_MARK)[0]
-
-    def encode(self, text: str, inside: bool = False) -> list[int]:
-        """The ids of a rendered text; ``inside``: of one that continues another."""
-        lead = []
-        if inside:
-            lead = leading_ids(lambda x: self.tokenizer.encode(x, add_special_tokens=False))
-        text = f"\n{text}" if lead else text
-        return self.tokenizer.encode(text, add_special_tokens=False)[len(lead) :]
 
 
 @dataclasses.dataclass
@@ -105,18 +96,19 @@ class Dialogue:
           ModelError: the template refuses the conversation.
         """
         if self.writes_user():
-            return self.writer.encode(self.writer.user_prefix() + (self.question.opening or ""))
+            opened = self.writer.user_prefix() + (self.question.opening or "")
+            return self.writer.chats.encode(opened)
         if self.question.turns:
             self.messages += self.question.turns[self.answers]
         conversation = Conversation(self.messages, self.question.tools)
         text = self.writer.chats.render(conversation, len(self.messages), True)
         if self._ids and text.startswith(self._text):
-            added = self.writer.encode(text[len(self._text) :], inside=True)
+            added = self.writer.chats.encode(text[len(self._text) :], inside=True)
             self._ids += added
             self._mask += [0] * len(added)
         else:
             self._close_row()
-            self._ids = self.writer.encode(text)
+            self._ids = self.writer.chats.encode(text)
             self._mask = [0] * len(self._ids)
         self._text = text
         return list(self._ids)

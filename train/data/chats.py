@@ -24,6 +24,7 @@ import tokenizers
 from specjax import text
 from specjax._util.errors import InputError, ModelError, SpecjaxError, errors_as, silence_failures
 from specjax._util.files import read_file
+from specjax.runtime.infill import leading_ids
 from specjax.text.conversations import ASSISTANT, Conversation, read_conversation
 from specjax.text.conversations import KEYS as CONVERSATION_KEYS
 from specjax.text.tokenizer import read_chat_settings
@@ -156,39 +157,46 @@ class ChatFormat:
         return row._replace(ids=row.ids[: self.longest], mask=row.mask[: self.longest])
 
     def _encode(self, spans: Sequence[Span]) -> ChatRow:
-        """The ids of a row's text, and those that its answers are made of."""
-        whole = "".join(span.text for span in spans)
-        ids, places = self.encode(whole)
-        mask = np.zeros(len(ids), bool)
-        begin = 0
-        for span in spans:
-            end = begin + len(span.text)
-            if span.answers:
-                first, last = np.searchsorted(places, [begin, end])
-                mask[first : self._end_of_turn(ids, first, last)] = True
-            begin = end
-        if self.train_on == "all":
-            mask[:] = True
-        return ChatRow(whole, ids, mask)
+        """The ids of a row's text, and those that its answers are made of.
 
-    def encode(self, rendered: str) -> tuple[np.ndarray, np.ndarray]:
-        """(ids of a rendered text, the place in it where each token begins).
+        Spans are encoded one by one: a model goes on from the ids of what is before its answer, so
+        no token is a part of both, even where an answer begins with a line break.
+        """
+        ids: list[int] = []
+        mask: list[bool] = []
+        for span in spans:
+            added = self.encode(span.text, inside=bool(ids))
+            ids += added
+            end = self._end_of_turn(added) if span.answers else 0
+            mask += [place < end for place in range(len(added))]
+        whole = "".join(span.text for span in spans)
+        trained = np.array(mask, bool)
+        if self.train_on == "all":
+            trained[:] = True
+        return ChatRow(whole, np.array(ids, np.int64), trained)
+
+    def encode(self, rendered: str, inside: bool = False) -> list[int]:
+        """The ids of a rendered text; ``inside``: of one that continues another.
 
         A template writes the special tokens itself, so none are added.
+
+        Raises:
+          InputError: the tokenizer cannot encode it.
         """
         failed = f"the tokenizer of {self.source} cannot encode a conversation"
         with errors_as(failed, InputError), silence_failures():
-            encoding = self._backend.encode(rendered, add_special_tokens=False)
-        places = np.array([begin for begin, _ in encoding.offsets], np.int64)
-        return np.array(encoding.ids, np.int64), places
+            lead = self._lead if inside else 0
+            text = f"\n{rendered}" if lead else rendered
+            encoding = self._backend.encode(text, add_special_tokens=False)
+        return encoding.ids[lead:]
 
-    def _end_of_turn(self, ids: np.ndarray, first: int, last: int) -> int:
+    def _end_of_turn(self, ids: Sequence[int]) -> int:
         """Where an answer ends: after its last special token, if only spaces follow that."""
-        special = np.flatnonzero(np.isin(ids[first:last], self._special_ids))
+        special = np.flatnonzero(np.isin(ids, self._special_ids))
         if not len(special):
-            return last
-        end = first + int(special[-1]) + 1
-        return last if self._text.decode(ids[end:last].tolist()).strip() else end
+            return len(ids)
+        end = int(special[-1]) + 1
+        return len(ids) if self._text.decode(list(ids[end:])).strip() else end
 
     def _tokenized(self, record: Mapping[str, Any]) -> ChatRow:
         ids = np.asarray(record[IDS])
@@ -210,6 +218,12 @@ class ChatFormat:
     @functools.cached_property
     def _backend(self) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_str(self.tokenizer)
+
+    @functools.cached_property
+    def _lead(self) -> int:
+        """The number of :func:`leading_ids`: above 0 if a space is put before every text."""
+        encode = self._backend.encode
+        return len(leading_ids(lambda x: encode(x, add_special_tokens=False).ids))
 
     @functools.cached_property
     def _text(self) -> text.Tokenizer:
