@@ -190,7 +190,7 @@ def test_other_settings_do_not_go_on(target, questions, tmp_path, monkeypatch, c
 def test_the_model_writes_the_questions_itself(target, tmp_path, capsys):
     openings = tmp_path / "openings.txt"
     openings.write_text("why\n\nhow does\n")
-    out = tmp_path / "own.jsonl"
+    out = tmp_path / "runs" / "own.jsonl"  # the folder is made
     words = ("--own", "12", "--openings", openings, "--seed", "3")
     assert main(command(target, out, *words)) == 0
     lines = [json.loads(line) for line in out.read_text().splitlines()]

@@ -12,6 +12,7 @@ import pytest
 
 from specjax.models import ModelConfig, hidden_states, init_params
 from specjax.models.families.head_config import HeadConfig
+from specjax.models.head import share_embedding
 from support import chats
 from support.training import ROOT, logged, overrides, save_checkpoint
 from train.config import DataSection
@@ -20,6 +21,7 @@ from train.data.loader import training_rows
 from train.data.packing import ANSWERS, IGNORE, stack, without_answers
 from train.engine.batches import open_corpus
 from train.engine.loop import make_step
+from train.engine.losses import row_arguments
 from train.head import losses as head_losses
 from train.head.__main__ import main as train_head
 from train.head.losses import HeadObjective, head_loss, labels_of_step
@@ -161,43 +163,85 @@ def test_head(rows, params, monkeypatch):
         assert found[0][row, place - 2] and found[0][row, place - 1]
 
 
+def alone(row):
+    """(where a conversation of a packed row stands, a row of it alone), for each."""
+    assert row["segments"].max() > 1
+    for segment in range(1, row["segments"].max() + 1):
+        here = row["segments"] == segment
+        count = here.sum()
+        found = {k: np.zeros((1, T), np.int32) for k in ("tokens", "positions", "segments")}
+        found["labels"] = np.full((1, T), IGNORE, np.int32)
+        for name, x in found.items():
+            x[0, :count] = 1 if name == "segments" else row[name][here]
+        yield here, found
+
+
 def test_a_chat_alone_is_the_chat_in_a_packed_row(rows, params):
     """Bit for bit in float32: the hidden states, and so each of its losses."""
     run = jax.jit(lambda *arguments: hidden_states(CFG, params, *arguments).hidden)
     row = rows[0]
     packed = np.asarray(run(*(row[k][None] for k in ("tokens", "positions", "segments"))))[0]
-    assert row["segments"].max() > 1
-    for segment in range(1, row["segments"].max() + 1):
-        here = row["segments"] == segment
-        alone = {k: np.zeros((1, T), np.int32) for k in ("tokens", "positions", "segments")}
-        for name, x in alone.items():
-            x[0, : here.sum()] = 1 if name == "segments" else row[name][here]
-        hidden = np.asarray(run(*alone.values()))[0, : here.sum()]
+    for here, found in alone(row):
+        arguments = (found[k] for k in ("tokens", "positions", "segments"))
+        hidden = np.asarray(run(*arguments))[0, : here.sum()]
         np.testing.assert_array_equal(hidden, packed[here])
 
 
-@pytest.mark.parametrize("objective", ["lm", "improved", "isolated"])
+def test_drafts_of_a_chat_alone_are_those_in_a_packed_row(rows, params):
+    """Bit for bit in float32, in each step, wherever a token of an answer is drafted."""
+    head = HeadConfig.of(CFG, None, own_embedding=False, layer_ids=(0,))
+    cfg, head_params = share_embedding(head, init_params(head, jax.random.key(1)), params["embed"])
+    objective = HeadObjective(steps=3)
+
+    @jax.jit
+    def run(batch):
+        states = hidden_states(CFG, params, *row_arguments(batch), aux_layers=head.layer_ids)
+        return list(head_losses.draft_steps(cfg, head_params, batch, states.aux, objective))
+
+    batch = batch_of(rows[:1])
+    packed = run(batch)
+    for here, found in alone(rows[0]):
+        for k, drafts in enumerate(run(found), start=1):
+            trained = np.asarray(labels_of_step(found, k))[0] != IGNORE
+            assert trained.any()
+            places = np.flatnonzero(here)[trained[: here.sum()]]
+            np.testing.assert_array_equal(drafts[0][trained], packed[k - 1][0][places])
+
+
+def objective_of(name, params):
+    """(loss, its params, the frozen ones, what weighs its batches)."""
+    if name == "lm":
+        return data_loss(CFG), params, {}, None
+    if name == "distillation":
+        return distillation_loss(CFG, CFG, 0.5, 1.0), params, params, None
+    if name == "head":
+        head = HeadConfig.of(CFG, None, own_embedding=False, layer_ids=(0,))
+        head_params = init_params(head, jax.random.key(1))
+        return head_loss(CFG, head, HeadObjective(steps=3)), head_params, params, None
+    chosen = SdsatObjective(name, 4, self_share=0.5)
+    return sdsat_loss(CFG, chosen), params, {}, functools.partial(weigh, chosen)
+
+
+@pytest.mark.parametrize(
+    "objective", ["lm", "distillation", "head", "basic", "improved", "isolated"]
+)
 def test_accumulated_batches_of_unequal_counts_are_one_large_batch(rows, params, objective):
     emptier = {k: x.copy() for k, x in rows[1].items()}
     emptier["labels"][20:] = IGNORE  # few of its tokens are trained
     pair = [rows[0], emptier]
-    weigh_batches = None
-    loss = data_loss(CFG)
-    if objective != "lm":
+    loss, trained, frozen, weigh_batches = objective_of(objective, params)
+    if weigh_batches is not None:
         insertion = Insertion((ADAPTIVE,) * 4, rate=0.3)
         lay_out = isolated_row if objective == "isolated" else mixed_row
         pair = [lay_out(insertion, row, i) for i, row in enumerate(pair)]
-        chosen = SdsatObjective(objective, 4, self_share=0.5)
-        loss = sdsat_loss(CFG, chosen)
-        weigh_batches = functools.partial(weigh, chosen)
     batch = batch_of(pair)
     results = []
     for shape in ((2, 1), (1, 2)):
         batches = {k: x.reshape(*shape, *x.shape[1:]) for k, x in batch.items()}
         optimizer = optax.sgd(1.0)
-        copied = jax.tree.map(jnp.copy, params)
+        copied = jax.tree.map(jnp.copy, trained)
         step = make_step(loss, optimizer, weigh_batches)
-        new, _, mean, *_ = step(copied, optimizer.init(params), {}, batches)
+        new, _, mean, *_ = step(copied, optimizer.init(trained), frozen, batches)
         results.append((new, mean))
     assert results[0][1] == pytest.approx(float(results[1][1]), rel=1e-5)
     for one, other in zip(*map(jax.tree.leaves, (results[0][0], results[1][0])), strict=True):

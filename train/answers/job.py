@@ -46,6 +46,7 @@ def answer(args: argparse.Namespace) -> int:
     """The program; returns the exit code."""
     use_compilation_cache()
     place = args.distributed or Place("", 1, 0)
+    _make_directory(args.out.parent)
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked_output(str(args.out), place))
         if args.out.exists() and not part_files(str(args.out)):
@@ -55,6 +56,14 @@ def answer(args: argparse.Namespace) -> int:
         sums = job.journal.join(count)
     _report(args, count, sums, job.intake)
     return 0
+
+
+def _make_directory(path: Path) -> None:
+    """Makes the directory of the output."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}: give another name") from None
 
 
 def make_job(args: argparse.Namespace, place: Place) -> AnswerJob:
