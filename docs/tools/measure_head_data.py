@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -124,10 +125,10 @@ def train(kind: str, corpus: Path, args: argparse.Namespace) -> Path:
     options = [word for setting in settings for word in ("--set", setting)]
     export = home / "run" / "export"
     if not export.exists():
-        resume = ["--resume"] if (home / "run").exists() else []
+        shutil.rmtree(home / "run", ignore_errors=True)  # of a run that was killed
         if store_states([str(CONFIG), *options]):
             raise SystemExit(f"the states of {kind} failed")
-        if train_head([str(CONFIG), *options, *resume]):
+        if train_head([str(CONFIG), *options]):
             raise SystemExit(f"the run of {kind} failed")
     return export
 
@@ -143,7 +144,11 @@ def prompts_of(args: argparse.Namespace) -> dict[str, list[list[dict[str, str]]]
 
 
 def decode(
-    target: lm.LM, draft: lm.LM, chats: list[list[dict[str, str]]], sampling: str, gamma: int
+    target: lm.LM,
+    draft: lm.LM,
+    chats: list[list[dict[str, str]]],
+    sampling: str,
+    args: argparse.Namespace,
 ) -> np.ndarray:
     """``[prompts, 2]``: tokens written after a prompt, and passes of the target for them."""
     prompts = [target.tokenizer.encode_chat(chat) for chat in chats]
@@ -154,10 +159,10 @@ def decode(
             prompts,
             draft=draft,
             method="speculative",
-            options={"gamma": gamma},
+            options={"gamma": args.gamma},
             sampling=sj.Sampling(temperature),
             seed=seed,
-            max_new_tokens=48,
+            max_new_tokens=args.new_tokens,
         )
         hist = out.stats["accepted_hist"]
         sums += np.stack([(hist * (1 + np.arange(hist.shape[1]))).sum(1), hist.sum(1)], 1)
@@ -177,22 +182,35 @@ def per_pass(sums: np.ndarray) -> np.ndarray:
     return tokens / passes
 
 
-def rows_of(args: argparse.Namespace, exports: dict[str, Path]) -> Iterator[list[str]]:
-    """A row of the table per head, kind of prompts and sampling."""
-    target = lm.load(args.target)
-    drafts = {kind: lm.load_draft(str(path), target) for kind, path in exports.items()}
-    for source, chats in prompts_of(args).items():
-        for sampling in SAMPLINGS:
-            first = None
-            for kind, draft in drafts.items():
-                figures = per_pass(decode(target, draft, chats, sampling, args.gamma))
-                first = figures if first is None else first
-                difference = "" if figures is first else said(figures - first)
-                yield [f"{source}, {sampling}", KINDS[kind], said(figures), difference]
+def decoded(kind: str, export: Path, args: argparse.Namespace) -> dict[str, list[list[float]]]:
+    """:func:`decode` of a head, by prompts and sampling, unless that is done."""
+    path = args.work / kind / "decoded.json"
+    if not path.exists():
+        target = lm.load(args.target)
+        draft = lm.load_draft(str(export), target)
+        found = {}
+        for source, chats in prompts_of(args).items():
+            for sampling in SAMPLINGS:
+                sums = decode(target, draft, chats, sampling, args)
+                found[f"{source}, {sampling}"] = sums.tolist()
+        path.write_text(json.dumps(found))
+    return json.loads(path.read_text())
+
+
+def rows_of(found: dict[str, dict[str, list[list[float]]]]) -> Iterator[list[str]]:
+    """A row of the table per kind of prompts and sampling: the first head, then the others."""
+    first, *others = found
+    for name in found[first]:
+        own = per_pass(np.array(found[first][name]))
+        cells = [name, said(own)]
+        for kind in others:
+            other = per_pass(np.array(found[kind][name]))
+            cells += [said(other), said(own - other)]
+        yield cells
 
 
 def main() -> None:
-    """Prints the sizes, and a line per head, kind of prompts and sampling."""
+    """Prints the sizes, and a line per kind of prompts and sampling."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("target")
     parser.add_argument("own", help="what the target wrote, by train.answers")
@@ -202,7 +220,8 @@ def main() -> None:
     parser.add_argument("--draft-vocab", type=int, default=2048)
     parser.add_argument("--intermediate-size", type=int, default=768)
     parser.add_argument("--gamma", type=int, default=2)
-    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--prompts", type=int, default=16, help="of each kind")
+    parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--tokens", type=int, default=24000, help="trained ones of each file")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     args = parser.parse_args()
@@ -211,14 +230,15 @@ def main() -> None:
     count = lambda text: len(encoder.encode(text, add_special_tokens=False))  # noqa: E731
     args.work.mkdir(parents=True, exist_ok=True)
     made = {"own": own_answers(args.own), "people": people(count), "library": library(count)}
-    exports = {}
+    found = {}
     for kind in args.kinds:
         corpus = args.work / f"{kind}.jsonl"
         total = write_until(made[kind], args.tokens, corpus)
         print(f"{KINDS[kind]}: {total:,} trained tokens", flush=True)
-        exports[kind] = train(kind, corpus, args)
-    for row in rows_of(args, exports):
-        print(markdown_table(("prompts", "trained on", "tokens per pass", "difference"), [row]))
+        found[kind] = decoded(kind, train(kind, corpus, args), args)
+    first, *others = (KINDS[kind] for kind in found)
+    columns = ["prompts", first, *(cell for other in others for cell in (other, "difference"))]
+    print(markdown_table(columns, list(rows_of(found))))
 
 
 if __name__ == "__main__":

@@ -12,15 +12,17 @@ from specjax._util.program import INTERRUPTED
 from specjax.models import init_params, load_pretrained
 from support.checkpoints import edit_weights, same
 from support.training import (
+    ROOT,
     head_arguments,
     logged,
+    random_program,
     repeatable,
     save_checkpoint,
     small_tokenizer,
 )
 from train.config import HeadRunConfig, from_toml
 from train.data.loader import training_rows
-from train.data.packing import stack
+from train.data.packing import ANSWERS, stack
 from train.head import storing
 from train.head.__main__ import main as train_head
 from train.head.losses import AUX, HIDDEN, HeadObjective, head_loss
@@ -142,6 +144,22 @@ def test_a_longer_run_reads_the_rows_again_in_another_order(target, stored):
     first, second, third = map(turn, range(3))
     assert first != second != third != first
     assert sorted(first) == sorted(second) == sorted(third)
+
+
+def test_conversations_are_stored_as_well(target, tmp_path):
+    """Their rows say which tokens are answers, which only a layout of rows reads."""
+    chats = [{"prompt": "a = 1\n", "completion": random_program(i, 1)} for i in range(60)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    home = tmp_path / "states"
+    files = f"data.files={json.dumps([str(tmp_path / 'chats.jsonl')])}"
+    more = (files, "data.seq_len=96", f"data.chat_template={ROOT / 'configs' / 'plain.jinja'}")
+    assert train_states(settings(target, home, "run", *more)) == 0
+    cfg, setup, states = loaded(target, home, *more)
+    rows = training_rows(setup.data, cfg.data.seq_len, cfg.run.seed)
+    assert rows[0][ANSWERS].any()
+    for number in range(states.rows):
+        stored = states.training_row(rows[number], number)
+        np.testing.assert_array_equal(stored["labels"], rows[number]["labels"])
 
 
 def test_the_size_is_said_before(target, tmp_path, capsys):

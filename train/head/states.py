@@ -27,7 +27,7 @@ from specjax.models.hf.delta import fingerprint
 from specjax.models.hf.files import open_tensors, read_json
 from train.config import HeadRunConfig, to_dict
 from train.data.loader import ValidBatch
-from train.data.packing import Batch, stack
+from train.data.packing import Batch, stack, without_answers
 from train.head.prepare import HeadSetup
 
 FORMAT = 1
@@ -114,7 +114,7 @@ class StoredStates:
             place = int(self._order(turn)[place])
         stored = self._read(TRAINING, place)
         if not turn:
-            self._require_same(row, stored, place)
+            self._require_same(without_answers(row), stored, place)
         return stored
 
     def held_out(self, batches: Sequence[ValidBatch]) -> Iterator[ValidBatch]:
