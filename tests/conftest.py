@@ -125,11 +125,11 @@ def own_compilation_cache(request, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def bounded_compiled_programs():
-    """Drops compiled programs before a worker reaches its limit of memory maps.
+    """Drops compiled programs before they take gigabytes of each worker.
 
     A test of under 0.1 s of processor time compiled nothing, so nothing is checked after it.
     """
     before = time.process_time()
     yield
     if time.process_time() - before > 0.1:
-        make_room()
+        make_room(share=0.12)
