@@ -56,6 +56,8 @@ class Platform:
       halves_search: whether that search halves its range, rather than splits it into many parts.
       attention_block: tokens of the largest block of attention to long sequences.
       splash_attention: whether JAX's splash attention kernels run.
+      head_queries: the least queries of a key head in a product with its cache. A TPU makes no
+        matrix product of a single one. It takes three times as long, and copies short caches.
       decode_kernel: whether narrow passes attend by our Pallas kernel.
       range_kernel: whether wide passes and long sequences do, by another one.
       gathers_experts: whether few tokens gather the weights of their experts. Where a gather is not
@@ -80,6 +82,7 @@ class Platform:
     halves_search: bool = False
     attention_block: int = 512
     splash_attention: bool = False
+    head_queries: int = 1
     decode_kernel: bool = False
     range_kernel: bool = False
     gathers_experts: bool = True
@@ -104,7 +107,13 @@ CPU = Platform(
 )
 # Finding the largest logits costs a TPU more than the search. Before a gather it transposes the
 # weights of all experts.
-TPU = Platform(largest_logits=0, attention_block=1024, splash_attention=True, gathers_experts=False)
+TPU = Platform(
+    largest_logits=0,
+    attention_block=1024,
+    splash_attention=True,
+    head_queries=2,
+    gathers_experts=False,
+)
 # XLA's kernel for the largest values finds 16 at most. For more it sorts the whole row, and 128,256
 # tokens take 40 kernels. A scatter is one kernel for all rows, and a write per row is one each.
 # A gather of experts is a part of the kernel that multiplies; a grouped product reads all of them.

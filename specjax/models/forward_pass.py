@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from specjax._util.platform import platform
 from specjax.models import blocks, sharding
 from specjax.models.adapters import attach_adapters
 from specjax.models.attention import decode_kernel, dense, long_cache, range_kernel
@@ -430,7 +431,8 @@ def _attention_of_kind(cfg: ModelConfig, kind: _LayerKind, queries: _Queries) ->
     Raises:
       ValueError: the pass has more tokens than a ring has room for.
     """
-    positions, base, visible, count, tree_positions = queries
+    tokens = queries.positions.shape[1]
+    positions, base, visible, count, tree_positions = _pad_single_query(cfg, queries)
     window, capacity, is_ring = kind
     if is_ring:
         _check_ring_room(kind, count)
@@ -465,23 +467,41 @@ def _attention_of_kind(cfg: ModelConfig, kind: _LayerKind, queries: _Queries) ->
             return range_kernel.prefill_attention(
                 q, k, v, positions, window=window, transform=transform
             )
+        if positions.shape[1] > tokens:
+            q = pad_pass(q, positions.shape[1])
         if reads_whole:
             assert mask is not None, "a cache that is read whole has a mask"
-            return dense.dense_attention(q, k, v, mask, transform, distance, sinks)
-        return long_cache.cached_attention(
-            q,
-            k,
-            v,
-            positions,
-            last_visible,
-            mask,
-            distance,
-            sinks,
-            window=skip_window,
-            transform=transform,
-        )
+            out = dense.dense_attention(q, k, v, mask, transform, distance, sinks)
+        else:
+            out = long_cache.cached_attention(
+                q,
+                k,
+                v,
+                positions,
+                last_visible,
+                mask,
+                distance,
+                sinks,
+                window=skip_window,
+                transform=transform,
+            )
+        return out[:, :tokens]
 
     return attend
+
+
+def _pad_single_query(cfg: ModelConfig, queries: _Queries) -> _Queries:
+    """The queries with as many tokens as a product with a head's cache wants.
+
+    Where each query has a key head of its own, a pass over one token has a single query per head.
+    """
+    width = platform().head_queries
+    if queries.positions.shape[1] * cfg.num_heads >= width * cfg.cached_heads:
+        return queries
+    positions, base, visible, count, tree_positions = queries
+    return _Queries(
+        pad_pass(positions, width), base, _pad_optional(visible, width), count, tree_positions
+    )
 
 
 def _check_ring_room(kind: _LayerKind, count: int) -> None:

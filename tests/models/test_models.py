@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from specjax._util.errors import ModelError
+from specjax._util.platform import Platform
 from specjax.core import tree
 from specjax.core.types import NO_PARENT
 from specjax.models import (
     ModelConfig,
     forward,
+    forward_pass,
     from_hf,
     hidden_states,
     init_cache,
@@ -23,7 +25,7 @@ from specjax.models import (
     num_params,
     to_hf,
 )
-from specjax.models.attention import dense
+from specjax.models.attention import dense, long_cache
 from specjax.models.cache import write_rows
 from specjax.models.forward_pass import param_axes
 from specjax.models.layers import linear, rope_frequencies
@@ -68,6 +70,36 @@ def test_ragged_prefill_then_one_token_steps(name):
         token = np.take_along_axis(rows, here[:, None], 1)
         hidden, cache, _ = forward(cfg, fused, cache, token, here[:, None], jnp.asarray(here))
         close(np.asarray(logits_of(cfg, fused, hidden))[:, 0], want[np.arange(2), here])
+
+
+@pytest.mark.parametrize("reads_whole", [True, False])
+@pytest.mark.parametrize("family", ["codellama", "bloom"])
+def test_a_doubled_query_attends_as_one(family, reads_whole, monkeypatch):
+    """A TPU doubles the only query of a key head: without a mask, and with one of a node."""
+    cfg, _, fused = build(family)
+    assert cfg.num_heads == cfg.num_kv_heads
+    widths = []
+    monkeypatch.setattr(long_cache, "reads_whole", lambda *_: reads_whole)
+    module = dense if reads_whole else long_cache
+    name = "dense_attention" if reads_whole else "cached_attention"
+    attention = getattr(module, name)
+
+    def seen(q, *arguments, **others):
+        widths.append(q.shape[1])
+        return attention(q, *arguments, **others)
+
+    monkeypatch.setattr(module, name, seen)
+    here = jnp.asarray([5, 12])
+    token = np.take_along_axis(variants.tokens(), np.asarray(here)[:, None], 1)
+    cache = prefilled(family)[1]
+    node = jnp.ones((2, 1, 1), bool)
+    for visible in (None, node):
+        step = functools.partial(forward, cfg, fused, cache, token, here[:, None], here, visible)
+        want = step().hidden
+        monkeypatch.setattr(forward_pass, "platform", lambda: Platform(head_queries=2))
+        close(step().hidden, want)
+        monkeypatch.setattr(forward_pass, "platform", Platform)
+    assert widths[-1] == 2 and 1 in widths
 
 
 def tree_logits(cfg, params, cache):
