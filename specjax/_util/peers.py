@@ -52,11 +52,20 @@ def watch(
     if jax.process_count() == 1:
         return stopped
     connections = connect(host)
-    # JAX's runtime waits for the others at its own end, which comes after this.
-    atexit.register(_tell, connections, _ENDED)
+    atexit.register(_end, connections)
     arguments = (connections, lost, stopped)
     threading.Thread(target=_watch, args=arguments, name="peers", daemon=True).start()
     return functools.partial(_stop, connections, stopped)
+
+
+def _end(connections: dict[int, socket.socket]) -> None:
+    """Ends JAX's runtime, which waits for the others, and says so.
+
+    Until then the others obey a stop of this process and notice its death. They would wait for it
+    otherwise, until JAX aborts them.
+    """
+    jax.distributed.shutdown()
+    _tell(connections, _ENDED)
 
 
 def _stop(connections: dict[int, socket.socket], stopped: Callable[[], None]) -> None:

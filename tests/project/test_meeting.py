@@ -144,3 +144,32 @@ def test_whichever_process_stops_process_0_ends_last(stopping):
     for thread in watching:
         thread.join(10)
     assert sorted(ends) == [0, 1, 2] and ends[-1] == 0
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_process_that_stops_or_dies_while_all_end_is_noticed(monkeypatch, killed):
+    """It leaves while JAX's runtime waits for the others, who would wait for it."""
+    ours, theirs = socket.socketpair()
+    noticed = threading.Event()
+    lost = []
+
+    def stopped():
+        noticed.set()
+
+    def died(index):
+        lost.append(index)
+        noticed.set()
+
+    watching = threading.Thread(target=peers._watch, args=({1: ours}, died, stopped), daemon=True)
+    watching.start()
+
+    def leave():
+        if not killed:
+            peers._tell({0: theirs}, peers._STOPPED)
+        theirs.close()
+        assert noticed.wait(10)
+
+    monkeypatch.setattr(peers.jax.distributed, "shutdown", leave)
+    peers._end({0: theirs})
+    watching.join(10)
+    assert lost == [1] * killed
