@@ -19,7 +19,7 @@ from specjax._util.files import json_line, parse_json, program_cache, read_file,
 from specjax._util.platform import platform
 
 NAME = "costs"  # of the directory
-WAY = 2  # of measuring: costs that were measured in another way are not read
+WAY = 3  # of measuring: costs that were measured in another way are not read
 
 
 def costs_name(*about: Any) -> str:

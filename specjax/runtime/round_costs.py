@@ -23,6 +23,7 @@ from specjax.core.types import NO_EOS, RUNNING, DecodeState, Inputs
 from specjax.draft.auto_length import APART, COSTS, AutoLength
 from specjax.runtime.kept_costs import costs_name, keep_costs, read_costs
 
+CLEARLY = 1.1  # times longer than a larger form: the clock was wrong
 ROUNDS = 4  # timed at a time: after a pause the first is slower
 REPEATS = 8  # the fastest one counts: whatever else the machine does only ever adds time
 LEAST_REPEATS = 2
@@ -52,10 +53,11 @@ def round_costs(
             _MEASURED[key] = costs
             return costs, state
         saved = _copy_without_caches(state)
-        measured, state = _measure(method, inputs, state)
-        measured = _agreed(inputs, measured, len(method.forms))
+        per_round, state = _measure(method, inputs, state)
+        measured = _agreed(inputs, _relative(per_round), len(method.forms))
         assert measured is not None
-        keep_costs(kept, measured)
+        if _is_plausible(per_round):
+            keep_costs(kept, measured)
         _MEASURED[key] = measured
         state = _with_caches_of(saved, state)
     return _MEASURED[key], state
@@ -86,8 +88,8 @@ def _agreed(
 
 def _measure(
     method: AutoLength, inputs: Inputs, state: DecodeState
-) -> tuple[tuple[float, ...], DecodeState]:
-    """Relative times of the forms, and the state after the timed rounds."""
+) -> tuple[list[float], DecodeState]:
+    """Seconds of a round of each form, and the state after the timed rounds."""
     # No token ends a row: all timed rounds run.
     inputs = inputs.replace(eos_ids=jnp.full_like(inputs.eos_ids, NO_EOS))
     begin = _timing_state(state, inputs.target.vocab_limit)
@@ -120,8 +122,22 @@ def _measure(
         # Starting a program is no part of a round. At least a tenth is left: a clock too coarse to
         # tell the two apart must not make plain rounds free.
         per_round.append(max(seconds - idle_seconds, seconds / 10) / rounds)
-    relative = np.minimum.accumulate(per_round[::-1])[::-1]
-    return tuple((relative / relative[0]).tolist()), state
+    return per_round, state
+
+
+def _relative(per_round: list[float]) -> tuple[float, ...]:
+    """The costs of the forms: none is dearer than a larger form."""
+    costs = np.minimum.accumulate(per_round[::-1])[::-1]
+    return tuple((costs / costs[0]).tolist())
+
+
+def _is_plausible(per_round: list[float]) -> bool:
+    """Whether no form took clearly longer than a larger one, as on a machine with other work.
+
+    Such times serve one run. Kept, they would mislead all later ones, for nothing corrects them.
+    """
+    fastest_from = np.minimum.accumulate(per_round[::-1])[::-1]
+    return bool((np.array(per_round) <= CLEARLY * fastest_from).all())
 
 
 def _timed(

@@ -273,8 +273,10 @@ def test_costs_are_kept_on_disk(target, draft, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECJAX_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(round_costs, "_MEASURED", {})
     turns = []
-    measure = round_costs._measure
-    monkeypatch.setattr(round_costs, "_measure", lambda *args: turns.append(1) or measure(*args))
+    seconds = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]
+    monkeypatch.setattr(
+        round_costs, "_measure", lambda *args: turns.append(1) or (seconds, args[-1])
+    )
 
     def decode(slots):
         round_costs._MEASURED.clear()  # as in another process
@@ -291,6 +293,10 @@ def test_costs_are_kept_on_disk(target, draft, tmp_path, monkeypatch):
         file.write_text(damaged)
         decode(2)
         assert len(turns) == 1, damaged
+    seconds[1] = 3.0  # other work of the machine fell on this form
+    file.unlink()
+    assert decode(2)[1] == pytest.approx(1.2) and decode(2) and len(turns) == 3
+    assert not file.exists()
 
 
 def test_what_cannot_be_sized_is_refused():
