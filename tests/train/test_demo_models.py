@@ -126,7 +126,7 @@ def test_all_models_are_trained_and_decode(tmp_path):
         time.sleep(0.05)
     time.sleep(0.5)  # the run opens its log a moment before it listens to signals
     process.send_signal(signal.SIGTERM)
-    stderr = process.communicate(timeout=120)[1]
+    stderr = process.communicate(timeout=300)[1]
     assert process.returncode == 0 and "the same command goes on" in stderr
     assert not (tmp_path / "target" / "export").exists()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
