@@ -121,6 +121,17 @@ def test_the_balancing_loss_is_k_for_equal_choices_and_more_for_others():
     assert balancing_loss(config, collapsed, jnp.tile(jnp.arange(2), (4, 1))) == pytest.approx(8)
 
 
+def test_the_balancing_loss_is_experts_times_shares_of_choices_and_of_probability():
+    """The sum of the Switch Transformer's §2.2 over random logits, with each token's choices."""
+    config = ExpertsConfig(count=8, active=3, size=8)
+    logits = np.random.default_rng(0).normal(size=(20, 8))
+    chosen = np.argsort(-logits, axis=1)[:, :3]
+    choices = np.bincount(chosen.ravel(), minlength=8) / len(logits)
+    probability = (np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)).mean(axis=0)
+    ours = balancing_loss(config, jnp.asarray(logits, jnp.float32), jnp.asarray(chosen))
+    assert ours == pytest.approx(8 * choices @ probability, rel=1e-5)
+
+
 def test_a_router_adds_the_balancing_loss_to_gradients_alone():
     cfg = from_hf(variants.config(MIXTURE)).layer(1)
     balanced = dataclasses.replace(cfg.experts, balance=0.3)
