@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import math
 import re
+import time
 
 import jax
 import jax.numpy as jnp
@@ -407,12 +408,16 @@ def test_lookaheads_on_the_demo_pair_are_the_reference(method):
 
 @pytest.mark.slow
 def test_three_branches_cost_little_more_than_one():
-    """The lookaheads' batching: k = 3 against k = 1, fastest of seven turns each."""
+    """The lookaheads' batching: k = 3 against k = 1, least of seven turns each.
+
+    Seconds are the processor's, of all threads: the clock on the wall also counts other work.
+    """
     target, draft, _, prompts, words = _demo()
-    fastest = {1: math.inf, 3: math.inf}
+    least = {1: math.inf, 3: math.inf}
     for turn in range(8):
-        for k in fastest:
-            out = sj.generate(
+        for k in least:
+            began = time.process_time()
+            sj.generate(
                 target,
                 prompts[:1],
                 method="cdlh",
@@ -423,6 +428,6 @@ def test_three_branches_cost_little_more_than_one():
                 max_new_tokens=24,
             )
             if turn:  # the first one compiles
-                fastest[k] = min(fastest[k], float(out.decode_seconds[0]))
-    print(f"k = 3 over k = 1: {fastest[3] / fastest[1]:.2f}, {fastest[1]:.3f} s for k = 1")
-    assert fastest[3] < 1.7 * fastest[1]
+                least[k] = min(least[k], time.process_time() - began)
+    print(f"k = 3 over k = 1: {least[3] / least[1]:.2f}, {least[1]:.3f} s for k = 1")
+    assert least[3] < 1.7 * least[1]
