@@ -6,6 +6,7 @@ The results of a program never depend on it, except for rounding.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 
 import jax
@@ -25,6 +26,9 @@ GRAPHS = {
     ),
     "xla_gpu_graph_min_graph_size": 1,
 }
+# XLA would lay codes of 4 bits along the inputs, over which products sum. Each call of a program
+# would then copy all of a model's codes.
+CODES_AS_STORED = {"xla_gpu_experimental_pack_dot_operands_along_k_dimension": False}
 # Set a variable to 0 to run a GPU's kernels one by one, as a profiler or a debugger wants them, and
 # to use XLA's kernels alone, on a GPU or on a CPU.
 GRAPHS_VARIABLE = "SPECJAX_GPU_GRAPHS"
@@ -147,7 +151,22 @@ def _has_cpu_kernels() -> bool:
 
 def compiler_options() -> dict[str, str | int | bool]:
     """XLA's options for every program of decoding on JAX's default backend."""
-    on_gpu = jax.default_backend() == "gpu"
-    if on_gpu and os.environ.get(GRAPHS_VARIABLE) != "0":
-        return ROUNDED | GRAPHS
-    return dict(ROUNDED)
+    options: dict[str, str | int | bool] = dict(ROUNDED)
+    if jax.default_backend() != "gpu":
+        return options
+    if os.environ.get(GRAPHS_VARIABLE) != "0":
+        options |= GRAPHS
+    if _takes(*CODES_AS_STORED):
+        options |= CODES_AS_STORED
+    return options
+
+
+@functools.cache
+def _takes(*names: str) -> bool:
+    """Whether this version of XLA has these options. Experimental ones may go."""
+    probe = jax.jit(lambda: 0, compiler_options=dict.fromkeys(names, False))
+    try:
+        probe.lower().compile()
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True

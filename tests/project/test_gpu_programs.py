@@ -62,6 +62,14 @@ def test_a_layer_takes_as_many_kernels_for_any_number_of_rows(batch):
     assert row["cache copies"] == "0"
 
 
+def test_codes_of_four_bits_are_not_copied():
+    """Temporaries of one layer are the dense weights of its products, 235 MB at most at a time."""
+    size = ("--layers", "1", "--batch", "8", "--draws", "greedy", "--quantize", "int4")
+    (row,) = measured("autoregressive", *size)
+    check_one_graph([row])
+    assert int(row["temporaries MB"]) < 300
+
+
 def test_rounds_under_grammars_as_tables_are_one_graph():
     size = ("--layers", "1", "--batch", "8", "--draws", "greedy", "--set", "gamma=4")
     check_one_graph(measured("lookup", "--grammars", *size))
