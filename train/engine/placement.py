@@ -16,6 +16,7 @@ of each layer, and sum their partial products twice a layer.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import math
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from specjax._util.errors import InputError
@@ -157,11 +159,7 @@ def make_placement(
     sizes = {"data": count // (fsdp * sequence * model), FSDP: fsdp}
     inner = {SEQUENCE: sequence, MODEL: model}
     sizes |= {name: size for name, size in inner.items() if size > 1}
-    axes = tuple(sizes)
-    shape = tuple(sizes.values())
-    # Explicit axes, which jax.make_mesh may default to, would need a sharding in every operation.
-    auto = (AxisType.Auto,) * len(axes)
-    mesh = jax.make_mesh(shape, axes, axis_types=auto, devices=devices)
+    mesh = _make_mesh(sizes, devices)
     _require_own_rows(mesh, sequence, model)
     return Placement(mesh, Shares(fsdp, model))
 
@@ -185,16 +183,54 @@ def _check_division(count: int, fsdp: int, rows: int, sequence: int, model: int)
         )
 
 
+def _make_mesh(sizes: dict[str, int], devices: Sequence[jax.Device]) -> Mesh:
+    """A mesh of these axes, whose devices of ``sequence`` and ``model`` are neighbors."""
+    # Explicit axes, which jax.make_mesh may default to, would need a sharding in every operation.
+    auto = (AxisType.Auto,) * len(sizes)
+    return Mesh(_arrange(sizes, devices), tuple(sizes), axis_types=auto)
+
+
+def _arrange(sizes: dict[str, int], devices: Sequence[jax.Device]) -> np.ndarray:
+    """The devices in an array of this shape.
+
+    JAX's own order follows the links between devices. There may be none of this shape, or one in
+    which devices that share a row belong to several processes. If a process has whole groups of
+    them, the second order keeps them together, and does not look at the links between processes.
+    """
+    shape = tuple(sizes.values())
+    group = math.prod(sizes.get(name, 1) for name in (SEQUENCE, MODEL))
+    with contextlib.suppress(NotImplementedError):
+        array = jax.make_mesh(shape, tuple(sizes), devices=devices).devices
+        if not _spans_processes(array, group):
+            return array
+
+    counts = {*collections.Counter(device.process_index for device in devices).values()}
+    groups, rest = divmod(min(counts), group)
+    if group == 1 or rest or len(counts) > 1:
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    fsdp = math.gcd(groups, sizes[FSDP])
+    inside = sizes | {"data": groups // fsdp, FSDP: fsdp}
+    between = [sizes[name] // inside[name] for name in sizes]
+    return mesh_utils.create_hybrid_device_mesh(
+        tuple(inside.values()), between, devices, process_is_granule=True
+    )
+
+
+def _spans_processes(array: np.ndarray, size: int) -> bool:
+    """Whether one of the groups of ``size`` neighbors in ``array`` belongs to several processes."""
+    groups = array.reshape(-1, size)
+    return any(len({device.process_index for device in group}) > 1 for group in groups)
+
+
 def _require_own_rows(mesh: Mesh, sequence: int, model: int) -> None:
     """Raises InputError if devices that share a row belong to several processes."""
     sizes = {"sequence": sequence, "model": model}
     asked = ", ".join(f"mesh.{name}={size}" for name, size in sizes.items() if size > 1)
-    for group in mesh.devices.reshape(-1, sequence * model):
-        if len({device.process_index for device in group}) > 1:
-            raise InputError(
-                f"{asked}: devices that share a row belong to several processes, each of which "
-                "loads whole rows: lower it to the devices of one process"
-            )
+    if _spans_processes(mesh.devices, sequence * model):
+        raise InputError(
+            f"{asked}: devices that share a row belong to several processes, each of which "
+            "loads whole rows: lower it to the devices of one process"
+        )
 
 
 def run_placement(section: MeshSection, rows: int) -> Placement:
