@@ -13,7 +13,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import secrets
 import selectors
 import socket
 import struct
@@ -25,33 +24,32 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-CONNECT_SECONDS = 20.0  # until the processes that have not connected are watched by JAX alone
+from specjax._util.connections import SECRET_BYTES, Listener, visit
+
 _INDEX = struct.Struct("<i")
 # In place of the index of a dead process: the sender ends in order, or all shall stop.
 _ENDED = -1
 _STOPPED = -2
 STOP_SECONDS = 2.0  # that process 0 waits for the others to stop
-_SECRET_BYTES = 16  # which process 0 hands to the others, so that no stranger can connect
 _ADDRESS_BYTES = 256
 
 
 def watch(
-    host: str | None, lost: Callable[[int], None], stopped: Callable[[], None]
+    connections: dict[int, socket.socket],
+    lost: Callable[[int], None],
+    stopped: Callable[[], None],
 ) -> Callable[[], None]:
     """Calls ``lost(index)`` in a thread once process ``index`` has died.
 
-    Every process of the run calls this, after it has joined JAX's runtime.
+    Every process of the run calls this.
 
     Args:
-      host: process 0's address, or None for the name that its machine gives itself.
+      connections: to the others, by index: from process 0 to all, and back.
       stopped: is called in a thread once another process has stopped the run.
 
     Returns:
       What stops the run: it calls ``stopped`` in all processes, here last of all.
     """
-    if jax.process_count() == 1:
-        return stopped
-    connections = connect(host)
     atexit.register(_end, connections)
     arguments = (connections, lost, stopped)
     threading.Thread(target=_watch, args=arguments, name="peers", daemon=True).start()
@@ -94,48 +92,19 @@ def _wait_until_closed(connections: dict[int, socket.socket]) -> None:
 def connect(host: str | None) -> dict[int, socket.socket]:
     """New connections by the other process's index: from process 0 to all, and back.
 
-    Every process of the run calls this. One that cannot connect within ``CONNECT_SECONDS`` is
-    missing.
+    Every process of the run calls this, after it has joined JAX's runtime. One that cannot connect
+    within ``CONNECT_SECONDS`` is missing.
 
     Args:
-      host: as in :func:`watch`.
+      host: process 0's address, or None for the name that its machine gives itself.
     """
+    count = jax.process_count() - 1
     if jax.process_index() == 0:
-        return _accept(jax.process_count() - 1)
-    return _connect(host)
-
-
-def _accept(count: int) -> dict[int, socket.socket]:
-    """In process 0: the connections of the other processes, by their index."""
-    secret = secrets.token_bytes(_SECRET_BYTES)
-    connections: dict[int, socket.socket] = {}
-    with socket.create_server(("", 0)) as server:
-        _share(server.getsockname()[1], socket.getfqdn(), secret)
-        deadline = time.monotonic() + CONNECT_SECONDS
-        while len(connections) < count and time.monotonic() < deadline:
-            server.settimeout(max(0.01, deadline - time.monotonic()))
-            with contextlib.suppress(OSError):
-                connection, _ = server.accept()
-                connection.settimeout(1.0)
-                greeting = connection.recv(_SECRET_BYTES + _INDEX.size, socket.MSG_WAITALL)
-                if secrets.compare_digest(greeting[:_SECRET_BYTES], secret):
-                    connection.setblocking(True)
-                    connections[_INDEX.unpack(greeting[_SECRET_BYTES:])[0]] = connection
-                else:
-                    connection.close()
-    return connections
-
-
-def _connect(host: str | None) -> dict[int, socket.socket]:
-    """In another process: its connection to process 0, if there is a way to it."""
-    port, name, secret = _share(0, "", bytes(_SECRET_BYTES))
-    try:
-        connection = socket.create_connection((host or name, port), timeout=CONNECT_SECONDS)
-    except OSError:
-        return {}
-    connection.sendall(secret + _INDEX.pack(jax.process_index()))
-    connection.setblocking(True)
-    return {0: connection}
+        with contextlib.closing(Listener(count)) as listener:
+            _share(listener.port, socket.getfqdn(), listener.secret)
+            return listener.accept(count)
+    port, name, secret = _share(0, "", bytes(SECRET_BYTES))
+    return visit(host or name, port, secret, jax.process_index())
 
 
 def _share(port: int, host: str, secret: bytes) -> tuple[int, str, bytes]:
@@ -143,7 +112,7 @@ def _share(port: int, host: str, secret: bytes) -> tuple[int, str, bytes]:
     name = host.encode()[:_ADDRESS_BYTES].ljust(_ADDRESS_BYTES, b"\0")
     packed = np.frombuffer(struct.pack("<i", port) + secret + name, np.uint8)
     shared = np.asarray(multihost_utils.broadcast_one_to_all(packed), np.uint8).tobytes()
-    secret_end = 4 + _SECRET_BYTES
+    secret_end = 4 + SECRET_BYTES
     name = shared[secret_end:].rstrip(b"\0").decode(errors="replace")
     return struct.unpack("<i", shared[:4])[0], name, shared[4:secret_end]
 

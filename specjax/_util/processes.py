@@ -70,34 +70,50 @@ def join(
     with _waiting(name, where, timeout, missing):
         if terminated is not None:
             jax.config.update("jax_enable_preemption_service", False)  # it would take the signal
+        about = (name, way_out, terminated)
         arguments: tuple[Any, ...] = ()
         if place is not None:
-            _meet(place, f"{name} {job}".strip(), missing)
+            # From here on, also while JAX connects them, no process waits for one that has died.
+            _watch_others(_meet(place, f"{name} {job}".strip(), missing), place.count, *about)
             arguments = (place.address, place.count, place.index)
         try:
             jax.distributed.initialize(*arguments, initialization_timeout=_beyond(timeout))
         except (ValueError, RuntimeError) as error:
             raise _cannot_join(where, error) from None
         _check_device_counts()
+        if place is None:
+            _watch_others(peers.connect(None), jax.process_count(), *about)
 
-    _watch_others(where, name, way_out, terminated)
 
+def _watch_others(
+    connections: dict[int, socket.socket],
+    count: int,
+    name: str,
+    way_out: str,
+    terminated: str | None,
+) -> None:
+    """Ends this process after another one has died or stopped.
 
-def _watch_others(where: str, name: str, way_out: str, terminated: str | None) -> None:
-    """Ends this process after another one has died or stopped; arguments as of :func:`join`."""
+    Args:
+      connections: to the other processes, as :func:`peers.watch` takes them.
+      count: of all processes.
+      name, way_out, terminated: as of :func:`join`.
+    """
     stopping = threading.Event()
 
     def end(index: int) -> None:
         if stopping.is_set():  # it has stopped, as this process is about to
             return
-        say(name, f"process {index} of {jax.process_count()} has died; {way_out}")
+        say(name, f"process {index} of {count} has died; {way_out}")
         os._exit(FAILED)  # the main thread may wait in a collective
 
     def end_terminated() -> None:
         say(name, terminated)
         os._exit(TERMINATED)
 
-    stop_all = peers.watch(first_host(where), end, end_terminated)
+    stop_all = end_terminated
+    if count > 1:
+        stop_all = peers.watch(connections, end, end_terminated)
 
     def stop() -> None:
         stopping.set()
@@ -130,11 +146,15 @@ def first_host(where: str) -> str | None:
     return None if where == BY_CLUSTER else Place.parse(where).address.rpartition(":")[0]
 
 
-def _meet(place: Place, job: str, missing: set[int]) -> None:
-    """Waits for the job's other processes; ``missing`` are those that have not come."""
+def _meet(place: Place, job: str, missing: set[int]) -> dict[int, socket.socket]:
+    """Waits for the job's other processes; ``missing`` are those that have not come.
+
+    Returns:
+      Connections to the others (:meth:`Meeting.wait`).
+    """
     if place.index == 0:
         missing.update(range(1, place.count))
-    Meeting(place, job).wait(missing.discard)
+    return Meeting(place, job).wait(missing.discard)
 
 
 def _cannot_join(where: str, error: Exception) -> InputError:
