@@ -4,6 +4,8 @@ import hashlib
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -15,39 +17,50 @@ from specjax._util.meeting import Meeting
 from specjax._util.program import Place
 
 
-@pytest.fixture
-def port():
+def free_port():
     with socket.socket() as free:
         free.bind(("localhost", 0))
         return free.getsockname()[1]
 
 
+@pytest.fixture
+def port():
+    return free_port()
+
+
 def begin(port, index, job="one", count=2, grace=0.3):
-    """A process's wait, in a thread; returns the thread and a list for its error."""
-    errors = []
+    """A process's wait, in a thread; returns the thread, and lists for its error and its result."""
+    errors, results = [], []
 
     def wait():
         try:
-            Meeting(Place(f"localhost:{port}", count, index), job, grace).wait()
+            results.append(Meeting(Place(f"localhost:{port}", count, index), job, grace).wait())
         except InputError as error:
             errors.append(str(error))
 
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
-    return thread, errors
+    return thread, errors, results
 
 
 def end(*begun):
     """The error of each, or None."""
-    for thread, _ in begun:
+    for thread, *_ in begun:
         thread.join(20)
         assert not thread.is_alive()
-    return [errors[0] if errors else None for _, errors in begun]
+    return [errors[0] if errors else None for _, errors, _ in begun]
+
+
+def connections_of(begun):
+    """The connections that a wait returned."""
+    assert end(begun) == [None]
+    (connections,) = begun[2]
+    return connections
 
 
 def test_the_processes_of_a_job_meet_in_any_order(port):
     late = [begin(port, index, count=3) for index in (2, 1)]
-    assert all(thread.is_alive() for thread, _ in late)
+    assert all(thread.is_alive() for thread, *_ in late)
     assert end(begin(port, 0, count=3), *late) == [None] * 3
     assert end(begin(port, 1), begin(port, 0)) == [None] * 2  # the port is free again
 
@@ -101,6 +114,73 @@ def test_a_port_where_nobody_meets_is_refused(port):
         threading.Thread(target=answer, daemon=True).start()
         (error,) = end(begin(port, 1))
         assert "the job runs already, or another program is there" in error
+
+
+def test_processes_that_have_met_are_connected_to_the_first_one(port):
+    waits = [begin(port, index, count=3) for index in (0, 2, 1)]
+    first, second, third = (connections_of(waits[place]) for place in (0, 2, 1))
+    assert set(first) == {1, 2} and set(second) == set(third) == {0}
+    for index, others in ((1, second), (2, third)):
+        peers._tell(others, index)
+        assert peers._received(first[index]) == index
+        others[0].close()
+        assert peers._received(first[index]) is None
+
+
+def test_a_process_that_dies_right_after_all_have_met_is_noticed(port):
+    first = begin(port, 0)
+    while not socket_answers(port):
+        pass
+    with socket.create_connection(("localhost", port)) as killed:
+        killed.sendall(b'specjax {"job": "one", "count": 2, "index": 1}\n')
+        assert b'"all": 2' in killed.recv(4096)
+    connections = connections_of(first)
+    assert set(connections) == {1} and peers._received(connections[1]) is None
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_first_process_that_cannot_be_reached_any_more(port, dies):
+    """It has died, which is noticed; or it lives, and there is no way to its other port."""
+    told = f'specjax {{"all": 2, "port": {free_port()}, "secret": "{"00" * 16}"}}\n'
+    with socket.create_server(("localhost", port)) as server:
+        other = begin(port, 1)
+        guest, _ = server.accept()
+        guest.recv(4096)
+        guest.sendall(told.encode())
+        if dies:
+            guest.shutdown(socket.SHUT_WR)
+            connections = connections_of(other)
+            assert set(connections) == {0} and peers._received(connections[0]) is None
+        else:
+            assert guest.recv(1) == b"-"
+            assert connections_of(other) == {}
+        guest.close()
+
+
+JOINS = """
+import os, signal, sys, jax
+from specjax._util import processes
+port, index = sys.argv[1:]
+if index == "{killed}":
+    jax.distributed.initialize = lambda *a, **options: os.kill(os.getpid(), signal.SIGKILL)
+processes.join(f"localhost:{{port}},2,{{index}}", "test", "start again", terminated="ended")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_process_that_dies_while_jax_connects_all_ends_the_other_one(port, killed):
+    """Its meeting is over, so the other one does not wait for the meeting's 300 seconds."""
+    command = [sys.executable, "-c", JOINS.format(killed=killed), str(port)]
+    both = [
+        subprocess.Popen([*command, str(index)], stderr=subprocess.PIPE, text=True)
+        for index in range(2)
+    ]
+    said = [process.communicate(timeout=100)[1] for process in both]
+    expected = [1, 1]
+    expected[killed] = -signal.SIGKILL
+    assert [process.returncode for process in both] == expected
+    assert said[1 - killed] == f"test: process {killed} of 2 has died; start again\n"
 
 
 def test_sigterm_is_acted_on_while_the_main_thread_computes():
