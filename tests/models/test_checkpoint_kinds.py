@@ -15,6 +15,7 @@ from specjax.models import from_hf, init_params, load_pretrained, save_pretraine
 from specjax.models.families.head_config import HeadConfig
 from specjax.models.families.head_layouts import LAYER_IDS
 from specjax.models.hf.layout import INDEX, WEIGHTS
+from specjax.models.placement import pad_vocabulary
 from support import variants
 from support.checkpoints import edit_config, edit_weights, same
 from support.variant_models import build
@@ -35,6 +36,17 @@ def refused(directory):
     text = str(error.value)
     assert "\n" not in text and text.startswith(str(directory))
     return text
+
+
+def test_padded_rows_of_a_table_are_not_saved(tmp_path):
+    """Only on a mesh do tables have them."""
+    cfg, params, _ = build("tinyllama")
+    rows = cfg.vocab_size
+    padded = params | {"embed": pad_vocabulary(cfg, {"embed": params["embed"]}, rows - 1)["embed"]}
+    assert padded["embed"].shape[0] == 2 * (rows - 1)
+    with pytest.raises(ValueError, match=rf"embed_tokens.weight has the shape \({2 * (rows - 1)},"):
+        save_pretrained(tmp_path, cfg, padded)
+    assert not (tmp_path / WEIGHTS).exists()
 
 
 # --- tensor names with the prefix of what wrapped the model ----------------------------------

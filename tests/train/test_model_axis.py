@@ -5,8 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from orbax.checkpoint import StandardCheckpointer
 from safetensors.numpy import load_file
 
 from support.training import (
@@ -26,6 +28,7 @@ from train.sdsat.__main__ import main as train_sdsat
 HERE = Path(__file__).parent
 # Large enough to be split, and of fewer key heads than four devices.
 SIZES = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 128}
+ROWS = {"vocab_size": 401}  # which no devices divide
 STEPS = (
     *("optim.batch_size=8", "optim.total_steps=3", "optim.warmup_steps=1", "run.log_every=1"),
     # Adam divides small gradients by themselves, and so makes rounding as large as a step.
@@ -57,7 +60,7 @@ def arguments(start, case, directory, *settings):
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
     home = tmp_path_factory.mktemp("start")
-    return save_checkpoint(home, small_tokenizer(home), tie_embeddings=False, **SIZES)
+    return save_checkpoint(home, small_tokenizer(home), tie_embeddings=False, **SIZES, **ROWS)
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +72,15 @@ def exported(directory):
     """The arrays of a run's export, by file."""
     [file] = (directory / "export").glob("*.safetensors")
     return load_file(file)
+
+
+def checkpointed(directory):
+    """The shapes of the arrays in a run's checkpoint, by path."""
+    saved = StandardCheckpointer().metadata(directory / "checkpoints/3/arrays")
+    leaves = jax.tree_util.tree_leaves_with_path(
+        saved.item_metadata.tree, is_leaf=lambda node: hasattr(node, "shape")
+    )
+    return {jax.tree_util.keystr(path): leaf.shape for path, leaf in leaves}
 
 
 def run(start, case, directory, fsdp, model):
@@ -117,4 +129,6 @@ def test_runs_on_eight_devices_log_and_export_what_one_does(start, tmp_path, cas
     ours, theirs = (exported(tmp_path / name) for name in ("many", "one"))
     assert ours.keys() == theirs.keys()
     for name, array in ours.items():
+        assert array.shape == theirs[name].shape  # no rows of padding
         np.testing.assert_allclose(array, theirs[name], rtol=1e-5, atol=1e-6, err_msg=name)
+    assert checkpointed(tmp_path / "many") == checkpointed(tmp_path / "one")

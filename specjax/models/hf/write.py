@@ -41,6 +41,7 @@ def save_pretrained(
       dtype: of the saved weights: ``float32``, ``bfloat16`` or ``float16``.
     Raises:
       OSError: a file cannot be written.
+      ValueError: a parameter has another shape than ``cfg`` says.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -88,12 +89,20 @@ def to_tensors(cfg: ModelConfig, params: dict, names: Names | None = None) -> di
     """The checkpoint's tensors, from plain (not fused) params.
 
     ``names`` are those of another format; None: the family's own, with its buffers.
+
+    Raises:
+      ValueError: a parameter has another shape than the config says.
     """
     tensors: dict[str, np.ndarray] = {}
     places = leaves_of(parameter_places(cfg, names))
     for place, leaf in zip(places, jax.tree.leaves(params), strict=True):
         stored = place.stored
         value = np.asarray(leaf)
+        if value.shape != place.shape:  # such as a table of a mesh, whose rows are padded
+            raise ValueError(
+                f"{stored.name} has the shape {value.shape}, and the config's is {place.shape}: "
+                "save params that are loaded without a mesh"
+            )
         if stored == Stored(stored.name):
             # Stored as it is: a copy here would be a second copy of the model.
             tensors[stored.name] = value
