@@ -1,5 +1,6 @@
 """The shardings of a step. Tests that need several devices run in a process that has eight."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.training import TINY_LM, TINY_SDSAT, overrides, save_checkpoint, small_tokenizer
+from train.engine import placement
 from train.lm.__main__ import main as program
 from train.sdsat.__main__ import main as train_sdsat
 
@@ -23,6 +25,38 @@ def test_steps_on_eight_devices():
     done = subprocess.run(command, env=devices, capture_output=True, text=True, cwd=HERE)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert "15 passed" in done.stdout
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """A device of a TPU slice, whose hosts have 2 × 2 × 1 chips."""
+
+    coords: tuple[int, int, int]
+    device_kind: str = "TPU v5"
+    platform: str = "tpu"
+    core_on_chip: int = 0
+    slice_index: int = 0
+
+    @property
+    def process_index(self):
+        x, y, z = self.coords
+        return x // 2 + 2 * (y // 2) + 4 * z
+
+
+@pytest.mark.parametrize(
+    ("sizes", "group"),
+    [
+        ({"data": 1, "fsdp": 16, "model": 4}, 4),  # in JAX's own order a group is on two hosts
+        ({"data": 2, "fsdp": 16, "model": 2}, 2),
+        ({"data": 8, "fsdp": 2, "sequence": 2, "model": 2}, 4),
+        ({"data": 2, "fsdp": 32}, 1),  # JAX has no order that keeps the slice's axes whole
+    ],
+)
+def test_devices_that_share_a_row_are_of_one_host(sizes, group):
+    chips = [Chip((x, y, z)) for z in range(4) for y in range(4) for x in range(4)]
+    array = placement._arrange(sizes, chips)
+    assert array.shape == tuple(sizes.values()) and set(array.flat) == set(chips)
+    assert not placement._spans_processes(array, group)
 
 
 @pytest.mark.parametrize(
