@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -305,18 +305,20 @@ def _by_groups(
     return jnp.zeros_like(out).at[order].set(out, unique_indices=True)
 
 
-def _by_blocks(
-    run: Callable,
-    leaves: Any,
-    inputs: Float[Array, "S D"],
-    slots: Int[Array, "S"],
-    count: int,
-) -> Float[Array, "S D"]:
-    """Slots in blocks of the same expert, one block after the other.
+class _Blocks(NamedTuple):
+    """Slots in blocks of the same expert. An expert's last block is padded.
 
-    An expert's last block is padded. There are at most S/b blocks that are full and one more for
-    each expert; those that are left over are skipped.
+    ``ends`` counts the blocks of the experts up to each. ``slot_at`` has the slots of a block, S
+    where there is none, and ``place`` where each slot is: out of range for another device's.
     """
+
+    ends: Int[Array, "E"]
+    slot_at: Int[Array, "blocks b"]
+    place: Int[Array, "S"]
+
+
+def _make_blocks(slots: Int[Array, "S"], count: int) -> _Blocks:
+    """There are at most S/b full blocks, and one more for each expert. The last may be empty."""
     size = _block_size(len(slots), count)
     blocks = min(len(slots), len(slots) // size + min(count, len(slots)))
     is_chosen = slots[:, None] == jnp.arange(count)
@@ -326,31 +328,72 @@ def _by_blocks(
     own = jnp.minimum(slots, count - 1)
     rank = jnp.take_along_axis(ranks, own[:, None], axis=1)[:, 0] - 1
     place = (ends - needed)[own] * size + rank
-    place = jnp.where(slots < count, place, blocks * size)  # out of range: of another device
+    place = jnp.where(slots < count, place, blocks * size)
     slot_at = jnp.full(blocks * size, len(slots)).at[place].set(jnp.arange(len(slots)), mode="drop")
-    expert_at = jnp.searchsorted(ends, jnp.arange(blocks), side="right")
+    return _Blocks(ends, slot_at.reshape(blocks, size), place)
 
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def run_block(expert: Array, indices: Array) -> Array:
-        own_leaves = jax.tree.map(
-            lambda leaf: jax.lax.dynamic_index_in_dim(leaf, expert, keepdims=False), leaves
-        )
-        block = jnp.take(inputs, indices, axis=0, mode="clip")
-        return run(own_leaves, block).astype(inputs.dtype)
 
-    def step(carry: None, block: tuple[Array, Array, Array]) -> tuple[None, Array]:
-        number, expert, indices = block
-        nothing = functools.partial(jnp.zeros_like, shape=(size, inputs.shape[1]))
+def _by_blocks(
+    run: Callable,
+    leaves: Any,
+    inputs: Float[Array, "S D"],
+    slots: Int[Array, "S"],
+    count: int,
+) -> Float[Array, "S D"]:
+    """Slots in blocks of the same expert, one block after the other."""
+
+    @jax.custom_vjp
+    def run_blocks(leaves: Any, inputs: Array, blocks: _Blocks) -> Array:
+        return _needed_blocks(run, leaves, inputs, blocks)
+
+    def run_forward(*args: Any) -> tuple[Array, Callable]:
+        return jax.vjp(functools.partial(_every_block, run), *args)
+
+    run_blocks.defvjp(run_forward, lambda pull_back, gradient: pull_back(gradient))
+    return run_blocks(leaves, inputs, _make_blocks(slots, count))
+
+
+def _run_block(run: Callable, leaves: Any, inputs: Array, expert: Array, slots: Array) -> Array:
+    own = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, expert, 0, False), leaves)
+    block = jnp.take(inputs, slots, axis=0, mode="clip")
+    return run(own, block).astype(inputs.dtype)
+
+
+def _needed_blocks(
+    run: Callable, leaves: Any, inputs: Float[Array, "S D"], blocks: _Blocks
+) -> Float[Array, "S D"]:
+    """The blocks up to the last one that is not empty."""
+    size = blocks.slot_at.shape[1]
+
+    def add_block(number: Array, out: Array) -> Array:
+        # A slice at the loop's turn would not go into a CUDA graph; sums and gathers do.
+        expert = jnp.sum(blocks.ends <= number)
+        slots = jnp.take(blocks.slot_at.reshape(-1), number * size + jnp.arange(size))
+        result = _run_block(run, leaves, inputs, expert, slots)
+        return out.at[slots].set(result, mode="drop")
+
+    return jax.lax.fori_loop(0, blocks.ends[-1], add_block, jnp.zeros_like(inputs))
+
+
+def _every_block(
+    run: Callable, leaves: Any, inputs: Float[Array, "S D"], blocks: _Blocks
+) -> Float[Array, "S D"]:
+    """The same as :func:`_needed_blocks`. It has gradients: its loop's turns are known."""
+    run_again = jax.checkpoint(functools.partial(_run_block, run), prevent_cse=False)
+
+    def step(carry: None, block: tuple[Array, Array]) -> tuple[None, Array]:
+        number, slots = block
+        expert = jnp.sum(blocks.ends <= number)
         out = jax.lax.cond(
-            number < ends[-1],
-            lambda: run_block(expert, indices),
-            lambda: nothing(inputs),
+            number < blocks.ends[-1],
+            lambda: run_again(leaves, inputs, expert, slots),
+            lambda: jnp.zeros((len(slots), inputs.shape[1]), inputs.dtype),
         )
         return carry, out
 
-    per_block = (jnp.arange(blocks), jnp.minimum(expert_at, count - 1), slot_at.reshape(-1, size))
-    out = jax.lax.scan(step, None, per_block)[1].reshape(-1, inputs.shape[1])
-    return jnp.take(out, jnp.minimum(place, blocks * size - 1), axis=0)
+    numbers = jnp.arange(len(blocks.slot_at))
+    out = jax.lax.scan(step, None, (numbers, blocks.slot_at))[1].reshape(-1, inputs.shape[1])
+    return jnp.take(out, blocks.place, axis=0, mode="clip")
 
 
 def _block_size(slots: int, count: int) -> int:
