@@ -22,6 +22,7 @@ from specjax._util.errors import OptionError, PairError
 from specjax.core import probs, vocabulary
 from specjax.core.commit import Cost, DraftOutcome, draft_depth, finish_round, path_logprobs
 from specjax.core.grammar_tables import under_grammars
+from specjax.core.net import Net
 from specjax.core.protocols import (
     Drafter,
     Method,
@@ -147,8 +148,7 @@ class DraftVerify(Method):
         with jax.named_scope("draft"):
             return self.drafter.propose(inputs, state, keys)
 
-    @property
-    def pass_sizes(self) -> tuple[int, ...]:
+    def pass_sizes(self, target: Net) -> tuple[int, ...]:
         """Nodes of each target pass that may be run. The smallest that holds the drafts is run."""
         nodes = self.drafter.shape.nodes
         if self.drafter.ends_early and nodes > NARROW:
@@ -162,7 +162,7 @@ class DraftVerify(Method):
         """
         # Passes up to this size cost the accelerator the same.
         smallest = min(inputs.target.narrow(state.length.shape[0]), draft.shape.nodes)
-        sizes = tuple(size for size in self.pass_sizes if size >= smallest)
+        sizes = tuple(size for size in self.pass_sizes(inputs.target) if size >= smallest)
         if len(sizes) == 1:
             return self._verify_nodes(inputs, state, keys, draft)
 

@@ -33,6 +33,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax._util.errors import PairError
+from specjax.core.net import Net
 from specjax.core.protocols import Proposal
 from specjax.core.round import DraftVerify, cond_in_place
 from specjax.core.types import POINT_MASS, DecodeState, Draft, Inputs
@@ -48,6 +49,8 @@ TREES: tuple[Form, ...] = ((), (1, 1, 1), (2, 1, 1), (3, 2, 1), (4, 2, 2))
 # Nodes of the target passes that verify chains. Each size is a program to compile, and accelerators
 # run no fewer than 8 tokens anyway.
 PASS_SIZES = (4, 8)
+# In a mixture of experts every further token costs, so a draft of one token has a pass of its own.
+MIXTURE_PASS_SIZES = (2, *PASS_SIZES)
 COSTS = "costs"  # the setting: relative time of a round of each form, float32 [n]
 
 # The prior: the acceptance rate before anything is known, and how many tested tokens it counts for.
@@ -55,6 +58,11 @@ COSTS = "costs"  # the setting: relative time of a round of each form, float32 [
 # model would never be tried.
 PRIOR_ACCEPTANCE = 0.85
 PRIOR_WEIGHT = 1.5
+
+# While nothing is known about drafts, a round with one takes at most so many times as long as a plain
+# round, if any does. In a mixture of experts the draft that promises most may cost four plain
+# rounds, and all but one of them are lost if it is refused.
+FIRST_COST = 2.5
 
 # The counts are weighed by DECAY from one round with a draft to the next. So about the last 50
 # rounds count, and the estimate follows a text that becomes easier or harder.
@@ -187,12 +195,37 @@ def best_form_index(
     rates: Float[Array, "w"], forms: Sequence[Form], costs: Float[Array, "n"]
 ) -> Int[Array, ""]:
     """The index of the form with the most expected tokens per cost."""
+    return jnp.argmax(_tokens_per_cost(rates, forms, costs))
+
+
+def next_form_index(
+    history: AcceptanceHistory, forms: Sequence[Form], costs: Float[Array, "n"]
+) -> Int[Array, ""]:
+    """The index of the next round's form.
+
+    It is the best one. But while no token was tested, the first draft is a cheap one
+    (:data:`FIRST_COST`): it may be refused.
+    """
+    gains = _tokens_per_cost(history.rates(), forms, costs)
+    best = jnp.argmax(gains)
+    is_draft = jnp.arange(len(forms)) > 0
+    cheapest = jnp.where(is_draft, costs, jnp.inf).min()
+    is_cheap = is_draft & (costs <= jnp.maximum(FIRST_COST * costs[0], cheapest))
+    first = jnp.argmax(jnp.where(is_cheap, gains, -jnp.inf))
+    is_unknown = history.tested.sum() < 1
+    return jnp.where(is_unknown & (best > 0), first, best)
+
+
+def _tokens_per_cost(
+    rates: Float[Array, "w"], forms: Sequence[Form], costs: Float[Array, "n"]
+) -> Float[Array, "n"]:
+    """The expected tokens of a round of each form over its cost."""
     siblings = level_table(forms)
     level_rates = jnp.where(siblings > 0, rates[np.maximum(siblings, 1) - 1], 0.0)
     # A level is reached if all levels above it were accepted: hence the cumulative product. The 1
     # is the token that every round emits, the correction or the bonus token.
     expected_tokens = 1 + jnp.cumprod(level_rates, axis=1).sum(1)
-    return jnp.argmax(expected_tokens / costs)
+    return expected_tokens / costs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,8 +276,30 @@ class AutoLength(FormRound):
 
     def ready(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         """The prompt is prefilled: both caches hold all of it but the last token."""
-        history = state.method_state.replace(draft_cached=state.length - 1)
+        cached = jnp.where(self._may_draft(inputs), state.length - 1, 0)
+        history = state.method_state.replace(draft_cached=cached)
         return state.replace(method_state=history)
+
+    def _may_draft(self, inputs: Inputs) -> Bool[Array, ""]:
+        """Whether a draft would pay if all of its tokens were accepted."""
+        if not self.draft_can_rest:
+            return jnp.bool_(True)
+        rates = jnp.ones(level_table(self.forms).max())
+        return best_form_index(rates, self.forms, inputs.settings[COSTS]) > 0
+
+    def prefill_chunk(self, inputs, state, tokens, start) -> DecodeState:
+        """The draft model reads a prompt only if drafts may pay."""
+        if not self.draft_can_rest:
+            return super().prefill_chunk(inputs, state, tokens, start)
+        plain = DraftVerify(NoDraft(), self.target, self.rule)
+        after = plain.prefill_chunk(inputs, state.replace(drafter_state=()), tokens, start)
+
+        def read(drafter_state):
+            now = state.replace(drafter_state=drafter_state)
+            return self.drafter.prefill_chunk(inputs, now, tokens, start, None)
+
+        may_draft = self._may_draft(inputs)
+        return after.replace(drafter_state=cond_in_place(may_draft, read, state.drafter_state))
 
     def on_slot_reuse(self, before: DecodeState, state: DecodeState) -> DecodeState:
         """What was learned from a batch slot's earlier requests stays."""
@@ -252,7 +307,7 @@ class AutoLength(FormRound):
         return super().on_slot_reuse(before, state).replace(method_state=history)
 
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
-        form_index = best_form_index(state.method_state.rates(), self.forms, inputs.settings[COSTS])
+        form_index = next_form_index(state.method_state, self.forms, inputs.settings[COSTS])
         # Without a draft model that can rest, form 0 is a draft of length 0: no separate branch.
         drafted = form_index > 0 if self.draft_can_rest else jnp.bool_(True)
         with_draft = functools.partial(self._round_with_draft, inputs, form_index)
@@ -322,12 +377,12 @@ class AutoLengthChain(AutoLength):
                 f"{self.drafter.name} makes others; give a number, as --set gamma=4"
             )
 
-    @property
-    def pass_sizes(self) -> tuple[int, ...]:
+    def pass_sizes(self, target: Net) -> tuple[int, ...]:
+        sizes = PASS_SIZES if target.config.experts is None else MIXTURE_PASS_SIZES
         if self.draft_can_rest:
-            return PASS_SIZES
+            return sizes
         # Here a round without a draft is one with γ = 0: its target pass has the root alone.
-        return (1, *PASS_SIZES)
+        return (1, *sizes)
 
     def _round_with_draft(self, inputs, form_index, state):
         # One program serves all lengths: the drafter reads γ as a setting and stops there.

@@ -43,9 +43,8 @@ def round_costs(
     form never costs more than a larger one, whatever the clock says: if a cost is measured too
     high, its form is not used, and nothing corrects the cost.
     """
-    params = inputs.target.params["embed"]
-    sampled = bool((inputs.warp.temperature > 0).any())
-    key = (method, jax.tree.structure(inputs), state.length.shape, params.dtype, sampled)
+    sampled = _is_sampled(inputs)
+    key = _key(method, inputs, len(state.length))
     if key not in _MEASURED:
         kept = _kept_name(method, inputs, state, sampled)
         costs = _agreed(inputs, read_costs(kept, len(method.forms)), len(method.forms))
@@ -61,6 +60,20 @@ def round_costs(
         _MEASURED[key] = measured
         state = _with_caches_of(saved, state)
     return _MEASURED[key], state
+
+
+def known_costs(method: AutoLength, inputs: Inputs, rows: int) -> tuple[float, ...] | None:
+    """What :func:`round_costs` would give for a state of so many rows, if this process knows it."""
+    return _MEASURED.get(_key(method, inputs, rows))
+
+
+def _key(method: AutoLength, inputs: Inputs, rows: int) -> tuple:
+    dtype = inputs.target.params["embed"].dtype
+    return (method, jax.tree.structure(inputs), rows, dtype, _is_sampled(inputs))
+
+
+def _is_sampled(inputs: Inputs) -> bool:
+    return bool((inputs.warp.temperature > 0).any())
 
 
 def _kept_name(method: AutoLength, inputs: Inputs, state: DecodeState, sampled: bool) -> str:

@@ -33,7 +33,7 @@ from specjax.runtime.grammar_rounds import (
 )
 from specjax.runtime.grammar_stack import GrammarStack
 from specjax.runtime.prefill import Prefill
-from specjax.runtime.round_costs import round_costs
+from specjax.runtime.round_costs import known_costs, round_costs
 from specjax.search.drivers import HostDriven, advance_on_host
 
 # Cache positions that a smaller bucket must have to spare before the state shrinks to it. Without
@@ -101,6 +101,7 @@ class BatchRunner:
         padding = dataclasses.replace(requests[0], tokens=np.zeros(1, np.int32), budget=0)
         rows = [*requests, *[padding] * (self._size - len(requests))]
         self.set_inputs(rows)
+        self._take_known_costs()
         prompts = [row.tokens for row in rows]
         num_tokens = sum(len(request.tokens) for request in requests)
         steps.tell(steps.PREFILL, 0, num_tokens)
@@ -291,6 +292,15 @@ class BatchRunner:
             by_slot.append(place)
         self._places = places  # those of requests that have ended are dropped
         return by_slot
+
+    def _take_known_costs(self) -> None:
+        """Takes the costs before the prompts are read, if an earlier batch has measured them."""
+        if self._costs is not None:
+            return
+        assert isinstance(self._method, AutoLength), "other methods have no costs"
+        self._costs = known_costs(self._method, self.inputs, self._size)
+        if self._costs is not None:
+            self._set_costs()
 
     def _measure_costs(self) -> None:
         assert isinstance(self._method, AutoLength), "other methods have no costs"

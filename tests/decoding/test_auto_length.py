@@ -30,7 +30,7 @@ from specjax.draft.auto_length import (
     AutoLengthTree,
 )
 from specjax.registry import Context
-from specjax.runtime import kept_costs, round_costs
+from specjax.runtime import kept_costs, round_costs, runner
 from specjax.runtime.engine import Engine
 from specjax.runtime.generate import make_engine
 from support import laws
@@ -62,6 +62,40 @@ def test_the_tree_with_the_most_tokens_per_cost_is_taken():
         level = cost.copy()
         level[wanted] = 0.99 * min(np.array(tokens[wanted]) * cost / tokens)
         assert auto_length.best_form_index(rates, TREES, level) == wanted
+
+
+def test_the_first_draft_is_a_cheap_one():
+    """The longest draft promises most and costs four plain rounds, three of which may be lost."""
+    unknown = AcceptanceHistory.begin(1)
+    accepted = unknown.replace(tested=jnp.ones((1, 1)), accepted=jnp.ones((1, 1)))
+
+    def gamma(history, *costs):
+        forms = auto_length.CHAINS
+        costs = jnp.array(costs, jnp.float32)
+        return LENGTHS[int(auto_length.next_form_index(history, forms, costs))]
+
+    for costs, first, second in (
+        ((1, 1.7, 2.6, 2.7, 3.9, 4.0), 1, 7),
+        ((1, 1.6, 1.7, 1.7, 2.1, 2.3), 7, 7),  # none of these is a bet
+        ((1, 2.6, 2.7, 2.8, 2.9, 3.0), 1, 7),  # the cheapest there is
+        (REST, 0, 0),
+        ((1, *(np.inf,) * (N - 2), 3), 7, 7),  # timed
+    ):
+        assert (gamma(unknown, *costs), gamma(accepted, *costs)) == (first, second), costs
+
+
+def test_a_draft_model_whose_drafts_never_pay_reads_no_prompt():
+    method, inputs, keys = own_draft()
+    prompts = [np.array(p) for p in PROMPTS]
+    budget = np.full(len(PROMPTS), 60, np.int32)
+    for costs, has_read in ((REST, False), (DRAFT, True)):
+        known = inputs.replace(settings={COSTS: jnp.asarray(costs, jnp.float32)})
+        state = loop.start(method, known, prompts, budget, keys, chunk=16, capacity=128)
+        cached = state.length - 1 if has_read else np.zeros(len(PROMPTS))
+        np.testing.assert_array_equal(state.method_state.draft_cached, cached)
+        keys_of_draft = state.drafter_state.k[0]
+        assert bool((keys_of_draft != 0).any()) is has_read
+        assert (state.cache.k[0] != 0).any()
 
 
 def test_a_history_of_trees_counts_by_the_number_of_siblings():
@@ -262,9 +296,13 @@ def measured(target, draft, slots=2):
     return dict(round_costs._MEASURED)
 
 
-def test_costs_are_measured_once_per_shape(target, draft):
+def test_costs_are_measured_once_per_shape(target, draft, monkeypatch):
     first = measured(target, draft)
+    taken = []
+    known_costs = runner.known_costs
+    monkeypatch.setattr(runner, "known_costs", lambda *args: taken.append(known_costs(*args)))
     assert measured(target, draft) == first
+    assert taken[-1] in first.values(), "they are known before the second batch's prompts are read"
     for (method, *_), cost in first.items():
         assert len(cost) == len(method.forms) and cost[0] == 1 and list(cost) == sorted(cost)
 

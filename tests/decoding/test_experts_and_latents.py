@@ -104,7 +104,7 @@ def adaptive_pair(name):
     target, draft = pair(name)
     last = target.config.vocab_size - 1
     own = dataclasses.replace(target.config, adaptive_ids=(last,) * 3)
-    return sj.from_params(own, target.params), draft
+    return dataclasses.replace(target, config=own), draft
 
 
 def random_prompts():
