@@ -11,7 +11,9 @@ It compiles the round of each method for a topology with libtpu (the `tpu` extra
   read whole distributions.
 
 The cycles are the compiler's cost model and no measurement. A loop over blocks of a cache counts as
-many turns as the rows' lengths take (``--held``, by the target's heads).
+many turns as the rows' lengths take (``--held``, by the target's heads). Of a mixture as many
+experts count as one token of each row wakes by chance. Our kernel that runs them costs the stream
+of their weights, or its bundles if they take longer.
 
 With ``--prefill`` it instead compiles the average pass over prompts of ``--capacity`` tokens,
 relative to what its operations take in plain products. :mod:`tpu_kernels` counts the attention's
@@ -42,14 +44,14 @@ from tpu_cycles import (
     products_per_cycle,
     without_sparse_cores,
 )
-from tpu_kernels import FORWARD, Kernel, parse_call, schedules
+from tpu_kernels import FORWARD, Kernel, parse_call, schedules, turn_bundles
 
 import specjax as sj
 from infer.abstract_models import SAMPLED, abstract_model, lower_rounds, mesh_over
 from infer.cli import mesh_axes, setting, whole
 from specjax.core.floor import COUNTING, SEARCHING
 from specjax.draft.model_drafter import DRAFTING
-from specjax.models import ModelConfig
+from specjax.models import ModelConfig, expert_kernel
 from specjax.models.attention import splash_chunk
 from specjax.models.attention.long_cache import (
     MASKED_SHARED,
@@ -62,6 +64,7 @@ from specjax.models.attention.long_cache import (
     shared_blocks,
 )
 from specjax.models.cache import row_bytes
+from specjax.models.experts import distinct_experts
 from specjax.models.quantization import awake_bytes, parse_scheme
 from specjax.models.sharding import PARTIAL_SUMS
 from specjax.registry import METHODS
@@ -96,6 +99,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--penalties", action="store_true", help="rows have penalties for tokens")
     parser.add_argument("--mesh", type=mesh_axes, default={"data": 1, "model": 1})
     parser.add_argument("--dump", type=int, nargs=3, help=argparse.SUPPRESS)  # compile a kernel
+    parser.add_argument("--dump-experts", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     drafting = [name for name in args.methods if METHODS[name].needs_draft]
     if drafting and args.target not in DRAFTS:
@@ -104,6 +108,10 @@ def main(argv: list[str] | None = None) -> None:
     jax.default_backend = lambda: "tpu"
     if args.dump:
         return compile_kernel(args.topology, *args.dump)
+    if args.dump_experts:
+        return compile_expert_kernel(args.topology, SHAPES[args.target])
+    if SHAPES[args.target].experts:
+        without_sparse_cores()
     if args.prefill:
         if math.prod(args.mesh.values()) > 1:
             parser.error("--prefill counts one chip: leave --mesh out")
@@ -149,7 +157,8 @@ def row(args: argparse.Namespace, method: str, rows: int) -> list[str]:
     counts = blocks_read(target, rows, args, args.held or [args.capacity], target.net.narrow(rows))
     counts |= {DRAFTING: max(passes - 1, 1), SEARCHING: SEARCH_TURNS, COUNTING: 0}
     count = functools.partial(turns, counts)
-    counted = cycles(text, part_of, count, loop=True)
+    calls = functools.partial(expert_cycles, args, rows, bytes_per_cycle(mesh.devices.flat[0]))
+    counted = cycles(text, part_of, count, loop=True, calls=calls)
     drawing = exchanged(text, count, without=PARTIAL_SUMS, loop=True)
     streamed = held(target, rows, args) + (passes * held(draft, rows, args) if draft else 0)
     limit = streamed / bytes_per_cycle(mesh.devices.flat[0])
@@ -168,6 +177,38 @@ def row(args: argparse.Namespace, method: str, rows: int) -> list[str]:
         f"{drawing.bytes / 1e3:,.1f}",
         f"{seconds:.0f}",
     ]
+
+
+def expert_cycles(args: argparse.Namespace, rows: int, rate: float, line: str) -> float:
+    """Cycles of a call of the experts' kernel; 0 of any other call."""
+    if expert_kernel.NAME not in line:
+        return 0
+    cfg = SHAPES[args.target]
+    sizes = cfg.experts.size, cfg.hidden_size
+    tile = expert_kernel.tile_columns(sizes[0], 2 * sizes[1])
+    stream = 3 * tile * 2 * sizes[1] / rate
+    turn = max(stream, expert_bundles(args.topology, args.target))
+    # The first tile is read while nothing is computed.
+    return stream + distinct_experts(cfg.experts, rows) * sizes[0] / tile * turn
+
+
+@functools.cache
+def expert_bundles(topology: str, target: str) -> int:
+    script = [__file__, "--topology", topology, "--target", target, "--dump-experts"]
+    return turn_bundles(script, expert_kernel.NAME)
+
+
+def compile_expert_kernel(topology: str, cfg: ModelConfig) -> None:
+    """Compiles the kernel of a mixture's experts."""
+    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+    shaped = functools.partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(device))
+    count, columns, hidden = cfg.experts.count, cfg.experts.size, cfg.hidden_size
+    rows = shaped((count, columns, hidden), jnp.bfloat16)
+    across = shaped((count, hidden, columns), jnp.bfloat16)
+    x = shaped((count, expert_kernel.TOKENS, hidden), jnp.bfloat16)
+    whole = shaped((count,), jnp.int32), shaped((), jnp.int32)
+    run = functools.partial(expert_kernel.run_experts, combine=lambda gate, up: gate * up)
+    jax.jit(run).lower(rows, rows, across, x, *whole).compile()
 
 
 def mesh_of(args: argparse.Namespace) -> jax.sharding.Mesh:

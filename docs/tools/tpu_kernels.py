@@ -87,14 +87,40 @@ def parse_call(line: str) -> Call | None:
 
 def schedules(script: list[str]) -> dict[str, Kernel]:
     """The kernels that ``script``, a Python program and its arguments, compiles; by name."""
+    texts = _bundles(script, tuple(PRODUCTS))
+    return {name: schedule(text) for name, text in texts.items()}
+
+
+def turn_bundles(script: list[str], name: str) -> int:
+    """Bundles of one turn of the grid, of the kernel of this name that ``script`` compiles.
+
+    All branches count.
+    """
+    marks = _marks(_bundles(script, (name,))[name])
+    start = next(at for at, kind in marks if kind == "LB")
+    return marks[-1][0] - start
+
+
+def _bundles(script: list[str], names: tuple[str, ...]) -> dict[str, str]:
+    """The bundles of the kernels that ``script`` compiles, by name."""
     with tempfile.TemporaryDirectory() as folder:
         env = os.environ | {"LIBTPU_INIT_ARGS": DUMP.format(folder)}
         done = subprocess.run([sys.executable, *script], env=env, capture_output=True, text=True)
         if done.returncode:
             sys.exit(done.stderr.strip().splitlines()[-1])
-        files = list(Path(folder).glob("*splash*-final_bundles.txt"))
-        texts = {n: x for n in PRODUCTS for x in files if n in x.name and "analysis" not in x.name}
-        return {name: schedule(x.read_text()) for name, x in texts.items()}
+        files = list(Path(folder).glob("*-final_bundles.txt"))
+        texts = {n: x for n in names for x in files if n in x.name and "analysis" not in x.name}
+        return {name: file.read_text() for name, file in texts.items()}
+
+
+def _marks(bundles: str) -> list[tuple[int, str]]:
+    """Places in a kernel's bundles: where a loop begins, a branch goes, or a region ends."""
+    marks = []
+    for line in bundles.splitlines():
+        place = re.match(r"\s*(0x[0-9a-f]+)\s+(LB|PF)?", line)
+        if place and (place[2] or "sbr.rel" in line):
+            marks.append((int(place[1], 16), place[2] or "branch"))
+    return marks
 
 
 def schedule(bundles: str) -> Kernel:
@@ -103,11 +129,7 @@ def schedule(bundles: str) -> Kernel:
     In a kernel's loop, branches may skip three regions: the row's first block, a visited block (the
     longest region), and the row's last block.
     """
-    marks = []
-    for line in bundles.splitlines():
-        place = re.match(r"\s*(0x[0-9a-f]+)\s+(LB|PF)?", line)
-        if place and (place[2] or "sbr.rel" in line):
-            marks.append((int(place[1], 16), place[2] or "branch"))
+    marks = _marks(bundles)
     start = next(at for at, kind in marks if kind == "LB")
     kinds = ("branch", "PF")
     regions = [b - a for (a, x), (b, y) in itertools.pairwise(marks) if (x, y) == kinds]

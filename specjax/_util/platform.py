@@ -66,6 +66,7 @@ class Platform:
       range_kernel: whether wide passes and long sequences do, by another one.
       gathers_experts: whether few tokens gather the weights of their experts. Where a gather is not
         part of the product that reads it, it costs two more passes over those weights.
+      expert_kernel: whether few tokens run their experts by our Pallas kernel.
       ragged_products: whether grouped products (``ragged_dot``) read each group's weights alone.
       kernel_rows: products of up to this many rows are computed by our kernel for CPUs.
       kernel_group_rows: the same with weights in groups, which XLA would widen first.
@@ -90,6 +91,7 @@ class Platform:
     decode_kernel: bool = False
     range_kernel: bool = False
     gathers_experts: bool = True
+    expert_kernel: bool = False
     ragged_products: bool = True
     kernel_rows: int = 0
     kernel_group_rows: int = 0
@@ -117,6 +119,7 @@ TPU = Platform(
     splash_attention=True,
     head_queries=2,
     gathers_experts=False,
+    expert_kernel=True,
 )
 # XLA's kernel for the largest values finds 16 at most. For more it sorts the whole row, and 128,256
 # tokens take 40 kernels. A scatter is one kernel for all rows, and a write per row is one each.

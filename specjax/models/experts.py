@@ -22,7 +22,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from specjax._util.platform import platform
-from specjax.models import sharding
+from specjax.models import expert_kernel, sharding
 from specjax.models.config import ExpertsConfig, ModelConfig
 from specjax.models.layers import ACTIVATIONS, linear
 from specjax.models.quantized import is_quantized
@@ -225,15 +225,22 @@ def _gated_mlp(
     cfg: ModelConfig, product: Callable[[str, Array], Array], x: Float[Array, "b D"]
 ) -> Float[Array, "b D"]:
     """An expert's MLP by a function that multiplies with its layer of a name."""
-    experts = _experts_of(cfg)
     gate = product("gate", x)
     up = product("up", x)
-    if experts.clip is None:
-        return product("down", ACTIVATIONS[cfg.activation](gate) * up)
-    alpha, limit = experts.clip
+    return product("down", _combine(cfg, gate, up))
+
+
+def _combine(
+    cfg: ModelConfig, gate: Float[Array, "b F"], up: Float[Array, "b F"]
+) -> Float[Array, "b F"]:
+    """What an expert's last layer reads."""
+    clip = _experts_of(cfg).clip
+    if clip is None:
+        return ACTIVATIONS[cfg.activation](gate) * up
+    alpha, limit = clip
     gate = jnp.minimum(gate, limit)
     up = jnp.clip(up, -limit, limit)
-    return product("down", gate * jax.nn.sigmoid(alpha * gate) * (up + 1))
+    return gate * jax.nn.sigmoid(alpha * gate) * (up + 1)
 
 
 def expert_sum(
@@ -265,8 +272,11 @@ def expert_sum(
         inputs = inputs * weights
 
     plain = not any(map(is_quantized, jax.tree.leaves(leaves, is_leaf=is_quantized)))
+    is_narrow = len(slots) <= count * expert_kernel.TOKENS
     if platform().gathers_experts and len(slots) <= min(count, GATHERED_SLOTS):
         out = _by_gather(run, leaves, inputs, slots)
+    elif platform().expert_kernel and is_narrow and plain and _suits_kernel(leaves):
+        out = _by_kernel(cfg, leaves, inputs, slots, count)
     elif platform().ragged_products and plain:
         out = _by_groups(cfg, leaves, inputs, slots, count)
     else:
@@ -281,6 +291,47 @@ def _by_gather(
     """Each slot with its own expert's weights, which are gathered; for few slots."""
     chosen = jax.tree.map(lambda leaf: jnp.take(leaf, slots, axis=0, mode="clip"), leaves)
     return jax.vmap(run)(chosen, inputs[:, None])[:, 0]
+
+
+def _suits_kernel(leaves: Any) -> bool:
+    """Whether the experts of a mixture have no biases, and sizes that our kernel takes."""
+    no_bias = all(bias is None for _, bias in leaves.values())
+    return no_bias and expert_kernel.supports_experts(leaves["gate"][0])
+
+
+def _by_kernel(
+    cfg: ModelConfig,
+    leaves: dict,
+    inputs: Float[Array, "S D"],
+    slots: Int[Array, "S"],
+    count: int,
+    interpret: bool = False,
+) -> Float[Array, "S D"]:
+    """Slots in blocks of the same expert, by our kernel for TPUs; gradients by groups."""
+
+    @jax.custom_vjp
+    def run(leaves: dict, inputs: Array, slots: Array) -> Array:
+        blocks = _make_blocks(slots, count, expert_kernel.TOKENS)
+        numbers = jnp.arange(len(blocks.slot_at))
+        chosen = jnp.sum(blocks.ends <= numbers[:, None], axis=1)
+        out = expert_kernel.run_experts(
+            *(leaves[name][0] for name in ("gate", "up", "down")),
+            jnp.take(inputs, blocks.slot_at, axis=0, mode="clip"),
+            jnp.minimum(chosen, count - 1).astype(jnp.int32),
+            jnp.maximum(blocks.ends[-1], 1).astype(jnp.int32),
+            functools.partial(_combine, cfg),
+            interpret,
+        )
+        # Blocks that are not needed hold any numbers.
+        rows = out.reshape(-1, inputs.shape[1])
+        return jnp.take(rows, blocks.place, axis=0, mode="fill", fill_value=0)
+
+    def run_forward(leaves: dict, inputs: Array, slots: Array) -> tuple[Array, Callable]:
+        by_groups = functools.partial(_by_groups, cfg, count=count)
+        return jax.vjp(by_groups, leaves, inputs, slots)
+
+    run.defvjp(run_forward, lambda pull_back, gradient: pull_back(gradient))
+    return run(leaves, inputs, slots)
 
 
 def _by_groups(
@@ -317,9 +368,8 @@ class _Blocks(NamedTuple):
     place: Int[Array, "S"]
 
 
-def _make_blocks(slots: Int[Array, "S"], count: int) -> _Blocks:
+def _make_blocks(slots: Int[Array, "S"], count: int, size: int) -> _Blocks:
     """There are at most S/b full blocks, and one more for each expert. The last may be empty."""
-    size = _block_size(len(slots), count)
     blocks = min(len(slots), len(slots) // size + min(count, len(slots)))
     is_chosen = slots[:, None] == jnp.arange(count)
     ranks = jnp.cumsum(is_chosen, axis=0)  # of a slot among those of its expert, from 1 on
@@ -350,7 +400,8 @@ def _by_blocks(
         return jax.vjp(functools.partial(_every_block, run), *args)
 
     run_blocks.defvjp(run_forward, lambda pull_back, gradient: pull_back(gradient))
-    return run_blocks(leaves, inputs, _make_blocks(slots, count))
+    size = _block_size(len(slots), count)
+    return run_blocks(leaves, inputs, _make_blocks(slots, count, size))
 
 
 def _run_block(run: Callable, leaves: Any, inputs: Array, expert: Array, slots: Array) -> Array:

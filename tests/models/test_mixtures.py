@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import specjax as sj
-from specjax.models import experts, from_hf, init_params, load_pretrained, num_params
+from specjax.models import expert_kernel, experts, from_hf, init_params, load_pretrained, num_params
 from specjax.models.adapters import KEY, fuse_adapters
 from specjax.models.config import ExpertsConfig
 from specjax.models.experts import Router, balancing_loss, choose
@@ -67,6 +67,47 @@ def test_every_way_computes_every_token(tokens, skewed):
     for name, out in ways.items():
         got = (np.asarray(out).reshape(*ids.shape, -1) * np.asarray(factors)[..., None]).sum(1)
         np.testing.assert_allclose(got, want, atol=1e-4, err_msg=name)
+
+
+def wide_experts(chosen):
+    """Leaves of five experts whose columns are several of the kernel's tiles, slots and inputs."""
+    columns, hidden = 384, 128
+    rng = np.random.default_rng(len(chosen))
+    leaves = {}
+    shapes = {"gate": (columns, hidden), "up": (columns, hidden), "down": (hidden, columns)}
+    for name, shape in shapes.items():
+        weight = rng.standard_normal((5, *shape)) / np.sqrt(hidden)
+        leaves[name] = jnp.asarray(weight, jnp.float32), None
+    rows = jnp.asarray(rng.standard_normal((len(chosen), hidden)), jnp.float32)
+    return leaves, rows, jnp.asarray(chosen, jnp.int32)
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    monkeypatch.setattr(expert_kernel, "TILE_BYTES", 128 * 128 * 4)
+    cfg = build(MIXTURE)[0]
+    return lambda *args: experts._by_kernel(cfg, *args, count=5, interpret=True)
+
+
+@pytest.mark.parametrize("chosen", [[3, 1, 1, 1, 0, 3], [2] * 40, [5, 5, 5, 0]])
+def test_the_kernel_for_tpus_computes_every_slot(chosen, kernel):
+    """Full and padded blocks, and slots whose expert another device has."""
+    leaves, rows, slots = wide_experts(chosen)
+    run = functools.partial(experts._expert, build(MIXTURE)[0])
+    want = experts._by_blocks(run, leaves, rows, slots, 5)
+    np.testing.assert_allclose(kernel(leaves, rows, slots), want, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_gradients_of_the_kernel_are_those_of_groups(kernel):
+    leaves, rows, slots = wide_experts([3, 1, 1, 5, 0, 3])
+    cfg = build(MIXTURE)[0]
+    found, wanted = (
+        jax.grad(lambda *args, way=way: (way(*args, slots) ** 2).sum(), (0, 1))(leaves, rows)
+        for way in (kernel, functools.partial(experts._by_groups, cfg, count=5))
+    )
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3 * np.abs(b).max())
 
 
 @pytest.mark.slow
