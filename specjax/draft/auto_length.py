@@ -59,8 +59,8 @@ COSTS = "costs"  # the setting: relative time of a round of each form, float32 [
 PRIOR_ACCEPTANCE = 0.85
 PRIOR_WEIGHT = 1.5
 
-# While nothing is known about drafts, a round with one takes at most so many times as long as a plain
-# round, if any does. In a mixture of experts the draft that promises most may cost four plain
+# While nothing is known about drafts, a round with one takes at most so many times as long as a
+# plain round, if any does. In a mixture of experts the draft that promises most may cost four plain
 # rounds, and all but one of them are lost if it is refused.
 FIRST_COST = 2.5
 

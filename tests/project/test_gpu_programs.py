@@ -75,6 +75,12 @@ def test_rounds_under_grammars_as_tables_are_one_graph():
     check_one_graph(measured("lookup", "--grammars", *size))
 
 
+def test_rounds_of_a_mixture_are_one_graph():
+    """Blocks of the same expert are a loop that ends on data, and the graph holds it."""
+    size = ("--target", "qwen3-30b-a3b", "--layers", "1", "--batch", "8", "--draws", "greedy")
+    check_one_graph(measured("autoregressive", *size))
+
+
 def test_greedy_rounds_are_one_graph_too():
     greedy = ("--layers", "1", "--batch", "8", "--draws", "greedy")
     (speculative, beam) = measured("speculative", "beam", *greedy)
