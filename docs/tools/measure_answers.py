@@ -1,11 +1,12 @@
 """How fast train.answers writes, relative to the products of its passes alone.
 
-python docs/tools/measure_answers.py MODEL [--batch-size 32,48] [--max-new-tokens 96] [--repeats 3]
-    [--processor-time]
+python docs/tools/measure_answers.py MODEL [--batch-size 32,48] [--max-new-tokens 96]
+    [--questions 8] [--repeats 3] [--processor-time]
 
 The bound is a pass of B rows that multiplies a vector of each row with every weight of the model
-and does nothing else: B tokens in its time. The questions are twice as many as batch slots.
-A first job compiles. Each repeat is a job of its own, with another seed, and is compared with
+and does nothing else: B tokens in its time. There are --questions for each batch slot. At the end
+of a job slots are free, and a job of few questions is mostly its end. A first job, of one question
+for each slot, compiles. Each repeat is a job of its own, with another seed, and is compared with
 passes before and after it. On a busy machine, --processor-time counts the time of the process
 alone: give it one core then (taskset -c 0), as threads that wait for each other count as well.
 """
@@ -23,12 +24,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from specjax._util.compilation_cache import use_compilation_cache
 from specjax._util.program import Place
 from train.answers.__main__ import parser as answers_parser
 from train.answers.job import AnswerJob, make_job
 from train.answers.openings import OPENINGS
 
-QUESTIONS = 2  # for each batch slot
 TOPICS = ("the sea", "bread", "a library", "music", "the moon", "bees", "a bridge", "sleep")
 
 
@@ -38,9 +39,11 @@ def main() -> None:
     commands.add_argument("model")
     commands.add_argument("--batch-size", default="32,48")
     commands.add_argument("--max-new-tokens", default="96")
+    commands.add_argument("--questions", type=int, default=8, help="for each batch slot")
     commands.add_argument("--repeats", type=int, default=3)
     commands.add_argument("--processor-time", action="store_true")
     args = commands.parse_args()
+    use_compilation_cache()
     clock = time.process_time if args.processor_time else time.perf_counter
     for size in map(int, args.batch_size.split(",")):
         with tempfile.TemporaryDirectory() as home:
@@ -51,22 +54,22 @@ def main() -> None:
                 before = products(job.target.params, size, clock)
                 speed = measure(job, clock)
                 bound = (before + products(job.target.params, size, clock)) / 2
-                if repeat:  # the first one compiles
+                if repeat:
                     ratios.append(speed / bound)
                     speeds.append(speed)
-        spread = statistics.stdev(ratios) if len(ratios) > 1 else 0.0
+        spread = f" ± {statistics.stdev(ratios):.2f}" if len(ratios) > 1 else ""
         print(
-            f"batch size {size}: {statistics.mean(ratios):.2f} ± {spread:.2f} of the bound "
+            f"batch size {size}: {statistics.mean(ratios):.2f}{spread} of the bound "
             f"({statistics.mean(speeds):.0f} tokens/s, last bound {bound:.0f})",
             flush=True,
         )
 
 
 def job_of(args: argparse.Namespace, size: int, home: Path, repeat: int) -> AnswerJob:
-    """A job of its own questions and output."""
+    """A job of its own questions and output; number 0 is the one that compiles."""
     questions = home / "questions.jsonl"
     prompts = []
-    for number in range(QUESTIONS * size):
+    for number in range(size * args.questions if repeat else size):
         opening = OPENINGS[number % len(OPENINGS)]
         prompts.append({"prompt": f"{opening} {TOPICS[number % len(TOPICS)]}"})
     questions.write_text("\n".join(map(json.dumps, prompts)))

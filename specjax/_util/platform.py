@@ -62,6 +62,8 @@ class Platform:
       splash_attention: whether JAX's splash attention kernels run.
       head_queries: the least queries of a key head in a product with its cache. A TPU makes no
         matrix product of a single one. It takes three times as long, and copies short caches.
+      scores_one_by_one: up to this many queries of a key head, each is multiplied with the cache
+        by itself. A CPU's product of several transposes the whole cache first.
       decode_kernel: whether narrow passes attend by our Pallas kernel.
       range_kernel: whether wide passes and long sequences do, by another one.
       gathers_experts: whether few tokens gather the weights of their experts. Where a gather is not
@@ -88,6 +90,7 @@ class Platform:
     attention_block: int = 512
     splash_attention: bool = False
     head_queries: int = 1
+    scores_one_by_one: int = 1
     decode_kernel: bool = False
     range_kernel: bool = False
     gathers_experts: bool = True
@@ -108,6 +111,7 @@ CPU = Platform(
     gathers_experts=False,
     ragged_products=False,
     halves_search=True,
+    scores_one_by_one=8,
     kernel_rows=16,
     kernel_group_rows=128,
 )

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8
 
+from specjax._util.platform import platform
+
 MAX_CODE = 127
 
 
@@ -49,7 +51,14 @@ def key_scores(q: Float[Array, "B K R E"], k: KVBuffer) -> Float[Array, "B K R S
     """float32 ``q · k``."""
     if isinstance(k, QuantizedKV):
         return key_scores(q, k.codes.astype(q.dtype)) * k.scales[..., 0][:, :, None]
-    return jnp.einsum("bkre,bkse->bkrs", q, k, preferred_element_type=jnp.float32)
+    if 1 < q.shape[2] <= platform().scores_one_by_one:
+        queries = jnp.unstack(q, axis=2)
+        return jnp.stack([_scores("bke,bkse->bks", query, k) for query in queries], axis=2)
+    return _scores("bkre,bkse->bkrs", q, k)
+
+
+def _scores(letters: str, q: Array, k: Array) -> Array:
+    return jnp.einsum(letters, q, k, preferred_element_type=jnp.float32)
 
 
 def weighted_values(

@@ -11,7 +11,7 @@ import specjax as sj
 from infer.run.plan import model_plan
 from specjax.models import init_cache
 from specjax.models.attention import dense, long_cache
-from specjax.models.quantized_cache import MAX_CODE, QuantizedKV, quantize_kv
+from specjax.models.quantized_cache import MAX_CODE, QuantizedKV, key_scores, quantize_kv
 
 PROMPTS = [[5, 9, 2, 7], [1, 2, 3, 4, 5, 6, 7, 8, 9], [11] * 6, [30, 20, 10], [3, 4]]
 
@@ -77,3 +77,13 @@ def test_the_plan_counts_its_bytes():
 def test_another_dtype_is_refused():
     with pytest.raises(sj.OptionError, match="cache_dtype=int3: expected one of int8"):
         sj.load("demo", cache_dtype="int3")
+
+
+@pytest.mark.parametrize("queries", [1, 3, 8, 9])  # up to eight are multiplied one by one on a CPU
+def test_scores_are_those_of_a_plain_product(queries):
+    q, k = drawn(2, 3, queries, 16), drawn(2, 3, 40, 16)
+    want = np.einsum("bkre,bkse->bkrs", q.astype(np.float64), k)
+    np.testing.assert_allclose(key_scores(jnp.asarray(q), jnp.asarray(k)), want, atol=1e-5)
+    codes = quantize_kv(jnp.asarray(k))
+    want = np.einsum("bkre,bkse->bkrs", q.astype(np.float64), dequantized(codes))
+    np.testing.assert_allclose(key_scores(jnp.asarray(q), codes), want, atol=1e-5)
