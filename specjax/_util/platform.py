@@ -116,8 +116,9 @@ CPU = Platform(
     kernel_group_rows=128,
 )
 # Finding the largest logits costs a TPU more than the search. Before a gather it transposes the
-# weights of all experts.
+# weights of all experts. For a scatter it copies the caches.
 TPU = Platform(
+    unrolled_rows=64,
     largest_logits=0,
     attention_block=1024,
     splash_attention=True,
