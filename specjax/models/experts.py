@@ -315,7 +315,9 @@ def _by_kernel(
         numbers = jnp.arange(len(blocks.slot_at))
         chosen = jnp.sum(blocks.ends <= numbers[:, None], axis=1)
         out = expert_kernel.run_experts(
-            *(leaves[name][0] for name in ("gate", "up", "down")),
+            leaves["gate"][0],
+            leaves["up"][0],
+            leaves["down"][0],
             jnp.take(inputs, blocks.slot_at, axis=0, mode="clip"),
             jnp.minimum(chosen, count - 1).astype(jnp.int32),
             jnp.maximum(blocks.ends[-1], 1).astype(jnp.int32),
