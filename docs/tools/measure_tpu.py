@@ -112,6 +112,7 @@ def main(argv: list[str] | None = None) -> None:
         return compile_expert_kernel(args.topology, SHAPES[args.target])
     if SHAPES[args.target].experts:
         without_sparse_cores()
+        expert_bundles(args.topology, args.target)  # before libtpu starts here: it runs once
     if args.prefill:
         if math.prod(args.mesh.values()) > 1:
             parser.error("--prefill counts one chip: leave --mesh out")
