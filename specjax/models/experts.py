@@ -309,8 +309,7 @@ def _by_kernel(
 ) -> Float[Array, "S D"]:
     """Slots in blocks of the same expert, by our kernel for TPUs; gradients by groups."""
 
-    @jax.custom_vjp
-    def run(leaves: dict, inputs: Array, slots: Array) -> Array:
+    def by_kernel(leaves: dict, inputs: Array, slots: Array) -> Array:
         blocks = _make_blocks(slots, count, expert_kernel.TOKENS)
         numbers = jnp.arange(len(blocks.slot_at))
         chosen = jnp.sum(blocks.ends <= numbers[:, None], axis=1)
@@ -328,12 +327,15 @@ def _by_kernel(
         rows = out.reshape(-1, inputs.shape[1])
         return jnp.take(rows, blocks.place, axis=0, mode="fill", fill_value=0)
 
-    def run_forward(leaves: dict, inputs: Array, slots: Array) -> tuple[Array, Callable]:
-        by_groups = functools.partial(_by_groups, cfg, count=count)
-        return jax.vjp(by_groups, leaves, inputs, slots)
+    by_groups = functools.partial(_by_groups, cfg, count=count)
+    return _with_gradients_of(by_groups, by_kernel)(leaves, inputs, slots)
 
-    run.defvjp(run_forward, lambda pull_back, gradient: pull_back(gradient))
-    return run(leaves, inputs, slots)
+
+def _with_gradients_of(other: Callable, function: Callable) -> Callable:
+    """``function`` with the gradients of ``other``, which has the same values."""
+    run = jax.custom_vjp(function)
+    run.defvjp(lambda *args: jax.vjp(other, *args), lambda pull_back, y: pull_back(y))
+    return run
 
 
 def _by_groups(
@@ -394,14 +396,9 @@ def _by_blocks(
 ) -> Float[Array, "S D"]:
     """Slots in blocks of the same expert, one block after the other."""
 
-    @jax.custom_vjp
-    def run_blocks(leaves: Any, inputs: Array, blocks: _Blocks) -> Array:
-        return _needed_blocks(run, leaves, inputs, blocks)
-
-    def run_forward(*args: Any) -> tuple[Array, Callable]:
-        return jax.vjp(functools.partial(_every_block, run), *args)
-
-    run_blocks.defvjp(run_forward, lambda pull_back, gradient: pull_back(gradient))
+    needed_blocks = functools.partial(_needed_blocks, run)
+    every_block = functools.partial(_every_block, run)
+    run_blocks = _with_gradients_of(every_block, needed_blocks)
     size = _block_size(len(slots), count)
     return run_blocks(leaves, inputs, _make_blocks(slots, count, size))
 
