@@ -191,6 +191,12 @@ def _add_output(group: _ArgumentGroup) -> None:
         "--json", action="store_true", help="print one JSON object per completion to stdout"
     )
     group.add_argument(
+        "--compare",
+        action="store_true",
+        help="after the completion of one prompt, show the speed of plain decoding beside the "
+        "method's, both without prefill",
+    )
+    group.add_argument(
         "--logprobs",
         action="store_true",
         help="add the log-probability of every token, under the target at temperature 1",
@@ -232,6 +238,13 @@ def check(args: argparse.Namespace, commands: Parser) -> None:
     if args.method and (args.drafter or args.rule or args.target_dist):
         commands.error("--method and --drafter/--rule/--target-dist exclude each other")
 
+    lists = ("prompts", "task", "json", "out", "profile", "plan")
+    beside = next((name for name in lists if vars(args)[name]), None)
+    if args.compare and beside:
+        commands.error(
+            f"--compare and --{beside} exclude each other: it shows one prompt; infer.bench "
+            "compares methods on many"
+        )
     for name in ("out", "json", "plan", "distributed"):
         if args.profile and vars(args)[name]:
             commands.error(f"--profile and --{name} exclude each other: it writes a trace alone")

@@ -7,13 +7,11 @@ import contextlib
 import dataclasses
 import functools
 import json
-import statistics
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from rich.console import Console
 
 import specjax as sj
@@ -21,12 +19,12 @@ from infer.cli import BAD_LINES, make_directory
 from infer.datasets.table import Source
 from infer.loading import chosen_sampling, load_models, use_compilation_cache
 from infer.prompts import Prompt, PromptEncoder, read_prompts, report, stops_of
+from infer.run.beside_plain import compare_with_plain
 from infer.run.demo import PROMPT
 from infer.run.output import PROMPT_DIGEST, SHOWN_DIGITS, Output, prompt_digest, row_object
 from infer.run.profile import trace_second_run
 from infer.run.screen import Screen, printable
 from infer.sampling_options import given_settings
-from infer.timing import row_seconds
 from specjax._util import processes
 from specjax._util.errors import OptionError, SpecjaxError
 from specjax._util.parts import locked_output
@@ -39,7 +37,6 @@ from specjax.runtime.generate import ALL_ROUNDS
 from specjax.runtime.infill import ending_middles
 
 DEMO_GAMMA = 3  # the draft length at which the embedded pair is fastest: see the README's table
-DEMO_REPEATS = 9  # runs of the demo and of plain decoding, after one that compiles
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # JAX's errors contain it if an allocation failed
 OTHERS_DIED = "start all of them again; the same command goes on after the rows so far"
 STOPPED = "terminated; the rows so far are written, and the same command goes on"
@@ -229,7 +226,7 @@ class Job:
     def show(self, prompt: Prompt, compiles: bool, console: Console | None = None) -> None:
         """Streams one prompt's completions, one after the other.
 
-        The demo is followed by its speed over plain decoding.
+        With ``--compare``, the speed of plain decoding is shown beside it.
 
         Args:
           compiles: the cache of compiled programs is empty, so the user is told to wait.
@@ -256,28 +253,13 @@ class Job:
                         screen.end()
                     screen = Screen(self.target, prompt.tokens, console)
                     shown_row = piece.index
-                    screen.prompt(prompt.text)
+                    screen.prompt(prompt.text + "\n" * self.args.chat)
                 screen.piece(piece)
 
-        if self.args.demo and screen.colored:
+        if self.args.compare or (self.args.demo and screen.colored):
             with waiting("decoding the same prompt plainly"):
-                speedup, same = self._compare_with_plain(prompt)
-            screen.beside_plain(speedup, same)
-
-    def _compare_with_plain(self, prompt: Prompt) -> tuple[float, bool]:
-        """(median speedup over plain decoding, without prefill; whether the tokens are equal)."""
-        plain = self.arguments | {"method": "autoregressive", "draft": None, "options": {}}
-        ratios = []
-        for _ in range(1 + DEMO_REPEATS):
-            run = sj.generate(self.target, [prompt.tokens], batch_size=1, **self.arguments)
-            plain_run = sj.generate(self.target, [prompt.tokens], batch_size=1, **plain)
-            speed = run.lengths[0] / row_seconds(run, 1)[0]
-            plain_speed = plain_run.lengths[0] / row_seconds(plain_run, 1)[0]
-            ratios.append(speed / plain_speed)
-
-        timed = ratios[1:]  # the first one compiles
-        same = np.array_equal(run.tokens[0], plain_run.tokens[0])
-        return statistics.median(timed), same
+                comparison = compare_with_plain(self.target, prompt.tokens, self.arguments)
+            screen.beside_plain(self.method, comparison)
 
     # --- many prompts, as objects --------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from infer.authors import Authors
+from infer.run.beside_plain import Comparison
 from specjax.core.types import FROM_DRAFT
 from specjax.lm import LM
 from specjax.metrics import rates, ratio
@@ -22,6 +23,8 @@ from specjax.runtime.generate import Generation, Piece
 DRAFTED = "bold green"
 WRITTEN = "bold yellow"
 PROMPT = "dim"
+
+BAR = 40  # characters of the longer bar
 
 
 def printable(text: str) -> str:
@@ -90,10 +93,21 @@ class Screen:
             legend = Text("colors  ").append("accepted draft", DRAFTED)
             self.console.print(legend.append(" · ").append("target", WRITTEN))
 
-    def beside_plain(self, speed: float, same: bool) -> None:
-        """Prints the speed over plain decoding, and whether both gave the same tokens."""
-        tokens = "the same tokens" if same else "other tokens"
-        self.console.print(f"{speed:.2f} times as fast as plain decoding, {tokens}")
+    def beside_plain(self, method: str, comparison: Comparison) -> None:
+        """Prints both speeds as bars, their ratio, and whether both gave the same tokens."""
+        fastest = max(comparison.speed, comparison.plain_speed)
+        bars = Table.grid(padding=(0, 2))
+        for name, speed, style in (
+            (method, comparison.speed, DRAFTED),
+            ("plain decoding", comparison.plain_speed, WRITTEN),
+        ):
+            bar = Text("━" * max(1, round(BAR * speed / fastest)), style)
+            bars.add_row(name, f"{speed:.0f} tokens/s", bar)
+        self.console.rule(style="dim")
+        self.console.print(bars)
+        tokens = "the same tokens" if comparison.same else "other tokens"
+        ratio = f"{comparison.ratio:.2f} times as fast as plain decoding"
+        self.console.print(f"{ratio}, {tokens}")
 
     def _facts(self, generation: Generation, counters: dict, method: str) -> Table:
         """The summary's lines, each a name and a value."""

@@ -27,6 +27,7 @@ from infer.loading import use_compilation_cache
 from infer.prompts import PromptEncoder, read_prompts
 from infer.run import commands as program
 from infer.run import demo, job
+from infer.run.beside_plain import Comparison
 from infer.run.output import Output
 from infer.run.screen import DRAFTED, WRITTEN, Screen, printable
 from specjax import lm
@@ -983,18 +984,42 @@ def painted(console):
     return [(c, str(text.get_style_at_offset(console, i))) for i, c in enumerate(text.plain)]
 
 
+def shown_beside_plain(args):
+    """What the terminal shows after the completion, as lines."""
+    made, console = job.make_job(args), terminal()
+    made.show(job.only_prompt(made.args, made.encoder), False, console)
+    return Text.from_ansi(console.file.getvalue()).plain.splitlines()[-3:]
+
+
 @pytest.mark.parametrize("method, tokens", [("tree-match", "the same"), ("speculative", "other")])
 def test_the_demo_stands_beside_plain_decoding(pair, monkeypatch, method, tokens):
     """The rule of tree-match samples the tokens of plain decoding; speculative only follows the
     same distribution."""
     given = (*pair, "--prompt", "def f(", "--method", method, "--temperature", "3")
-    monkeypatch.setattr(demo, "ARGUMENTS", (*given, "--max-new-tokens", "12"))
-    made, console = job.make_job(program.arguments([])), terminal()
-    made.show(job.only_prompt(made.args, made.encoder), False, console)
-    last = Text.from_ansi(console.file.getvalue()).plain.splitlines()[-1]
+    given = (*given, "--max-new-tokens", "12")
+    monkeypatch.setattr(demo, "ARGUMENTS", given)
     wanted = rf"\d+\.\d\d times as fast as plain decoding, {tokens} tokens"
-    assert re.fullmatch(wanted, last)
+    assert re.fullmatch(wanted, shown_beside_plain(program.arguments([]))[-1])
     assert not program.arguments(given).demo
+
+
+def test_compare_shows_two_bars_as_long_as_the_speeds(pair, monkeypatch):
+    compared = Comparison(speed=60.0, plain_speed=40.0, ratio=1.5, same=True)
+    monkeypatch.setattr(job, "compare_with_plain", lambda *_: compared)
+    args = program.arguments([*pair, "--prompt", "def f(", "--compare", "--max-new-tokens", "4"])
+    method, plain, ratio = (line.strip() for line in shown_beside_plain(args))
+    assert re.fullmatch(rf"speculative +60 tokens/s +{'━' * 40}", method)
+    assert re.fullmatch(rf"plain decoding +40 tokens/s +{'━' * 27}", plain)
+    assert ratio == "1.50 times as fast as plain decoding, the same tokens"
+
+
+def test_compare_is_of_one_prompt_on_the_screen(pair, capsys):
+    for other in ("--json", "--out=rows.jsonl", "--prompts=prompts.jsonl", "--plan"):
+        source = () if "prompts" in other else ("--prompt", "x")
+        code, out, err = run(capsys, *pair, "--compare", *source, other)
+        option = other.partition("=")[0]
+        assert (code, out) == (2, "")
+        assert f"--compare and {option} exclude each other" in err.splitlines()[-1]
 
 
 def test_a_prompt_is_no_markup(loaded):
