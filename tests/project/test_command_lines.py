@@ -25,7 +25,6 @@ from support.command_lines import (
 )
 from train.data.corpus import Document
 from train.demo import heads, heldout
-from train.demo import models as demo_models
 
 each_program = pytest.mark.parametrize("name", PROGRAMS)
 
@@ -101,12 +100,11 @@ def test_an_override_without_a_value_does_not_count_as_not_given(home, err):
 
 @pytest.fixture
 def little_to_do(monkeypatch):
-    """A corpus of some functions, and no training."""
+    """A corpus of some functions."""
     body = "def f(x):\n    y = x\n    y += 1\n    y += 2\n    return y\n"
     documents = [Document(f"stdlib/{number}.py", body) for number in range(20)]
     for module in (heads, heldout):
         monkeypatch.setattr(module, "load_corpus", lambda names: documents)
-    monkeypatch.setattr(demo_models, "call", lambda command: 0)
 
 
 @pytest.mark.parametrize("name", DEMO_PROGRAMS)
@@ -114,7 +112,6 @@ def test_any_argument_of_the_demo_programs_is_used_or_refused_in_one_line(
     name, home, err, little_to_do
 ):
     program = DEMO_PROGRAMS[name]
-    program = dataclasses.replace(program, progress="train.demo.models: ")
     before = sorted(home.iterdir())
     assert run(program, home, err).code == 0
     faults = {}

@@ -131,7 +131,6 @@ PROGRAMS = {
 DEMO_PROGRAMS = {
     "train.demo.heads": Program("train.demo.heads", ("--num=1",), ("made",)),
     "train.demo.heldout": Program("train.demo.heldout", (), ("made",)),
-    "train.demo.models": Program("train.demo.models", ("--scale=0.001", "--corpora=a"), ("made",)),
 }
 ROOT = Path(__file__).parents[2]
 
