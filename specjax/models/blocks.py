@@ -411,10 +411,14 @@ def _block_runner(table: Table, attend: Callable, rows: NamedSharding | None) ->
     """``run(block, x)``. It closes over the table and ``attend``, so remat traces neither."""
 
     def run(block: nnx.Module, x: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
-        # The second constraint keeps the third out of the block: there, devices of a model have the
-        # same tokens and different columns.
-        out = constrain(block(constrain(x, rows), table, attend), rows)
-        return constrain(out, sharding.between_blocks(rows, x.shape[1]))
+        # Remat keeps a block's input. The first constraint says in the backward pass, too, that a
+        # device has its share of the tokens; without it XLA keeps all of them on each device. The
+        # third one keeps the last out of the block: there, devices of a model have the same tokens
+        # and different columns.
+        shared = sharding.between_blocks(rows, x.shape[1])
+        x = constrain(constrain(x, shared), rows)
+        out = constrain(block(x, table, attend), rows)
+        return constrain(out, shared)
 
     return run
 

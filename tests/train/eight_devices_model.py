@@ -1,15 +1,29 @@
 """Layers that are split over eight simulated devices; test_placement.py runs this file."""
 
 import dataclasses
+import functools
 import re
 
 import jax
 import pytest
-from eight_devices_sequence import MODEL, B, batch_of, require_the_same, use_blocks
+from eight_devices_sequence import (
+    IDS,
+    MODEL,
+    B,
+    T,
+    batch_of,
+    require_the_same,
+    use_blocks,
+)
 
-from specjax.models import init_params, sharding
+from specjax.models import init_params, param_shapes, sharding
+from train.config import Optim
+from train.engine.optim import make_optimizer
 from train.engine.placement import make_placement
 from train.lm.losses import data_loss
+from train.sdsat.insertion import Insertion, mixed_row
+from train.sdsat.losses import SdsatObjective, sdsat_loss, weigh
+from train.sdsat.memory import Parts, lowered_step
 
 
 @pytest.fixture(autouse=True)
@@ -58,3 +72,25 @@ def test_a_device_gathers_and_multiplies_its_part_of_a_layer_alone():
         sizes = {int(size) for shape in shapes for size in shape.split(",")}
         assert {columns // 2, vocabulary // 2} <= sizes
         assert not {columns, vocabulary} & sizes
+
+
+@pytest.mark.parametrize("model", [2, 4])
+def test_a_device_keeps_its_part_of_what_a_block_reads(model):
+    """Of a whole step with remat and a scan, where one array has the inputs of all blocks."""
+    layers, width = 5, 40  # numbers that nothing else has
+    cfg = dataclasses.replace(MODEL, num_layers=layers, hidden_size=width)
+    objective = SdsatObjective("basic", len(IDS), remat=True, scan=True)
+    placement = make_placement(2, B, None, 1, model).of_models(cfg)
+    rows = batch_of(functools.partial(mixed_row, Insertion(IDS, rate=0.2)))
+    parts = Parts(
+        loss=sdsat_loss(cfg, objective, placement.row_sharding(0)),
+        optimizer=make_optimizer(Optim(batch_size=B)),
+        weigh=functools.partial(weigh, objective),
+        trainable=param_shapes(cfg),
+        frozen={},
+        batches=jax.eval_shape(lambda: jax.tree.map(lambda x: x[None], rows)),
+        sequences=1,
+    )
+    text = lowered_step(parts, placement).compile().as_text()
+    kept = re.findall(rf"f32\[{layers},(\d+),(\d+),{width}\]", text)
+    assert {(B * model // 8, T // model)} == {(int(b), int(t)) for b, t in kept}
