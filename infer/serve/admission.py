@@ -47,7 +47,8 @@ class Admission:
       sampling: of requests, where they give no value of their own.
       size: batch slots of each method.
       max_prompt, max_output: tokens of a prompt and of a completion.
-      memory: bytes that the batch slots of one method may need.
+      memory: bytes that the batch slots and the kept prompts of one method may need.
+      prefixes: prompts that a method's prefix cache keeps, as long as memory allows.
       max_rows: completions of one request.
       methods: what requests may name, with no options that compile anew; None: any method.
       tool_family: how the model writes calls of tools; None: in a form that is not known.
@@ -63,6 +64,7 @@ class Admission:
     max_prompt: int
     max_output: int
     memory: int
+    prefixes: int
     max_rows: int
     methods: Sequence[str] | None = None
     tool_family: str | None = None
@@ -279,7 +281,7 @@ class Admission:
             self._check_allowed(name, engine, greedy)
         # Scores include the tokens' log-probabilities, so decoding need not compute them.
         logprobs = body.wants_logprobs and body.alternatives is None
-        return Variant(name, engine, logprobs)
+        return Variant(name, engine, logprobs, self._kept_prompts(engine))
 
     def _check_allowed(self, name: str, engine: Engine, greedy: bool) -> None:
         """Refuses a method that ``methods`` leaves out, and options that compile programs anew."""
@@ -310,7 +312,7 @@ class Admission:
                 f"method {name} with these options needs {engine.method.round_positions} tokens "
                 f"per round: at most {MAX_ROUND_TOKENS}"
             )
-        needed = self._bytes(engine)
+        needed = self._needed(engine)
         if needed > self.memory:
             raise OptionError(
                 f"method {name} with these options needs {needed / 2**30:.1f} GiB for "
@@ -318,13 +320,22 @@ class Admission:
             )
         return engine
 
-    def _bytes(self, engine: Engine) -> int:
-        """The most bytes that all batch slots of a method can need, from shapes alone."""
+    def _needed(self, engine: Engine) -> int:
+        """The most bytes of a method without kept prompts: its slots, and a prompt's prefill."""
+        return self._bytes(engine, self.size) + self._bytes(engine, 1)
+
+    def _kept_prompts(self, engine: Engine) -> int:
+        """How many prompts the prefix cache of a method keeps. Each may take as much as a row."""
+        free = self.memory - self._needed(engine)
+        return min(self.prefixes, free // self._bytes(engine, 1))
+
+    def _bytes(self, engine: Engine, rows: int) -> int:
+        """The most bytes that so many rows of a method can need, from shapes alone."""
         capacity = bucket(self.bounds.total + engine.method.round_positions)
-        tokens = jax.ShapeDtypeStruct((self.size, capacity), jnp.int32)
-        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), self.size))
+        tokens = jax.ShapeDtypeStruct((rows, capacity), jnp.int32)
+        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
         empty = loop.empty_state(engine.method, True)
-        state = jax.eval_shape(empty, engine.inputs(Sampling(), self.size), tokens, keys)
+        state = jax.eval_shape(empty, engine.inputs(Sampling(), rows), tokens, keys)
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 

@@ -65,12 +65,14 @@ class Closed(Exception):
 class Variant:
     """A method bound to its options, with log-probabilities or without.
 
-    Requests of the same variant share a scheduler and its compiled programs.
+    Requests of the same variant share a scheduler and its compiled programs. Its prefix cache keeps
+    ``prefixes`` prompts.
     """
 
     name: str
     engine: Engine
     logprobs: bool
+    prefixes: int
 
     @property
     def key(self) -> Hashable:
@@ -146,7 +148,8 @@ def request_message(submission: Submission) -> dict[str, Any]:
     if body is None:
         return {}
     fields = body.model_dump(by_alias=True, exclude_unset=True) | {"seed": submission.seed}
-    return {"kind": type(body).__name__, "body": fields}
+    kind = type(body).__name__
+    return {"kind": kind, "body": fields, "prefixes": submission.variant.prefixes}
 
 
 class EngineMetrics(Protocol):
@@ -211,15 +214,15 @@ class VariantQueue:
             else:
                 self.held.append((client, request))
 
-    def open(self, size: int, bounds: Bounds, kept: int) -> None:
-        """Makes its scheduler, with ``size`` batch slots and a prefix cache of ``kept`` prompts."""
+    def open(self, size: int, bounds: Bounds) -> None:
+        """Makes its scheduler, with ``size`` batch slots."""
         self.scheduler = Scheduler(
             self.variant.engine,
             size,
             Sampling(),  # each request has its own
             bounds,
             logprobs=self.variant.logprobs,
-            prefixes=kept,
+            prefixes=self.variant.prefixes,
         )
         self.opened = time.perf_counter()
 
@@ -282,7 +285,6 @@ class EngineThread:
     Args:
       size: batch slots of each scheduler.
       bounds: the most tokens of a prompt, and of a prompt with its completion.
-      kept: prompts in each scheduler's prefix cache.
       max_methods: schedulers at the same time.
       max_waiting: rows that may wait for a batch slot.
       metrics: counts ended and dropped rows.
@@ -294,7 +296,6 @@ class EngineThread:
         self,
         size: int,
         bounds: Bounds,
-        kept: int,
         max_methods: int,
         max_waiting: int,
         metrics: EngineMetrics,
@@ -303,7 +304,6 @@ class EngineThread:
     ):
         self._size = size
         self._bounds = bounds
-        self._kept = kept
         self._max_methods = max_methods
         self._max_waiting = max_waiting
         self._metrics = metrics
@@ -371,7 +371,7 @@ class EngineThread:
             self._size,
             self._bounds,
             logprobs=variant.logprobs,
-            prefixes=self._kept,
+            prefixes=variant.prefixes,
         )
         with self._change:
             self._programs.pin(variant.programs)
@@ -597,7 +597,7 @@ class EngineThread:
             self._bounds,
             job.request,
             logprobs=variant.logprobs,
-            prefixes=self._kept,
+            prefixes=variant.prefixes,
         )
 
     def _finish_compilation(self, job: Compilation, error: Exception | None) -> None:
@@ -707,7 +707,7 @@ class EngineThread:
                 continue
             if self.num_schedulers >= self._max_methods and not self._free_scheduler():
                 return
-            queue.open(self._size, self._bounds, self._kept)
+            queue.open(self._size, self._bounds)
 
     def _close(self, queue: VariantQueue) -> None:
         queue.close()

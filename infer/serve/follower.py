@@ -6,6 +6,7 @@ request that process 0 starts. See :mod:`infer.serve.hosts`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,13 +29,11 @@ class Follower:
 
     Args:
       admission: as in process 0, with no limits of its own.
-      kept: prompts in each scheduler's prefix cache.
       receive: returns the next message.
     """
 
-    def __init__(self, admission: Admission, kept: int, receive: Callable[[], Message]):
+    def __init__(self, admission: Admission, receive: Callable[[], Message]):
         self._admission = admission
-        self._kept = kept
         self._receive = receive
         self._queues: dict[int, VariantQueue] = {}  # by process 0's number
         self._requests: dict[int, Request] = {}  # that have not been started, by id
@@ -62,14 +61,17 @@ class Follower:
         about = dict(message)
         self._actions[about.pop("what")](**about)
 
-    def _submit(self, first_id: int, queue: int, kind: str, body: Message) -> None:
-        submission = self._submission(kind, body)
+    def _submit(self, first_id: int, queue: int, kind: str, body: Message, prefixes: int) -> None:
+        submission = self._submission(kind, body, prefixes)
         self._queues.setdefault(queue, VariantQueue(submission.variant, queue))
         for request in submission.requests(first_id):
             self._requests[request.request_id] = request
 
-    def _submission(self, kind: str, body: Message) -> Submission:
-        return self._admission.make_submission(KINDS[kind].model_validate(body), _drop)
+    def _submission(self, kind: str, body: Message, prefixes: int) -> Submission:
+        """What process 0 submitted; it may have memory for fewer ``prefixes`` than this one."""
+        made = self._admission.make_submission(KINDS[kind].model_validate(body), _drop)
+        variant = dataclasses.replace(made.variant, prefixes=prefixes)
+        return dataclasses.replace(made, variant=variant)
 
     def _cancel(self, requests: list[int]) -> None:
         for request_id in requests:
@@ -79,7 +81,7 @@ class Follower:
         """Runs a queue's next round, and returns its pieces as process 0's worker gets them."""
         own = self._queues[queue]
         if own.scheduler is None:
-            own.open(self._admission.size, self._admission.bounds, self._kept)
+            own.open(self._admission.size, self._admission.bounds)
         if dropped:
             own.scheduler.drop(dropped)
         pieces = own.poll(self._next_request)
@@ -102,14 +104,14 @@ class Follower:
             self._passes = scoring.passes(self._admission.target, [tokens])
         next(self._passes)
 
-    def _warm_up(self, kind: str, body: Message) -> None:
-        variant = self._submission(kind, body).variant
+    def _warm_up(self, kind: str, body: Message, prefixes: int) -> None:
+        variant = self._submission(kind, body, prefixes).variant
         warm_up_all_lengths(
             variant.engine,
             self._admission.size,
             self._admission.bounds,
             logprobs=variant.logprobs,
-            prefixes=self._kept,
+            prefixes=variant.prefixes,
         )
         self._programs.pin(variant.programs)
 

@@ -42,7 +42,7 @@ from specjax.lm import LM, model_digest
 from specjax.registry import method
 from specjax.runtime.generate import num_slots
 
-BATCH_MEMORY = 0.5  # share of the device's memory for the batch slots of all methods
+BATCH_MEMORY = 0.5  # share of the device's memory for the rows of all methods
 # Connections that the system keeps until they are accepted, and that are accepted at a time.
 BACKLOG = 128
 SWITCH_SECONDS = 0.0005
@@ -133,7 +133,7 @@ def _follow(args: argparse.Namespace, target: LM, draft: LM | None, leader: Lead
     admission = follower_admission(args, target, draft)
     leader.pass_signals_on()
     say("infer.serve", f"process {jax.process_index()} follows process 0, which answers requests")
-    Follower(admission, args.prefixes, leader.receive).run()
+    Follower(admission, leader.receive).run()
     return 0
 
 
@@ -155,7 +155,6 @@ def assembled(
     engine = EngineThread(
         size=admission.size,
         bounds=admission.bounds,
-        kept=args.prefixes,
         max_methods=args.max_methods,
         max_waiting=args.queue,
         metrics=metrics,
@@ -188,6 +187,7 @@ def _admission(args: argparse.Namespace, target: LM, draft: LM | None) -> Admiss
         max_prompt=args.max_prompt,
         max_output=min(args.max_output, target.config.max_position - 1),
         memory=int(device_memory() * BATCH_MEMORY) // args.max_methods,
+        prefixes=args.prefixes,
         max_rows=max(1, args.queue // 2),  # what one client may have waiting
         methods=_allowed_methods(args.methods),
         tool_family=args.tool_call_parser or family_name(target.tokenizer.tool_template),

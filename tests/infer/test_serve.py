@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
 import json
 import random
 import re
@@ -24,6 +25,7 @@ from infer.serve import bodies, commands
 from infer.serve.admission import MAX_ROUND_TOKENS
 from infer.serve.engine_thread import VariantQueue
 from infer.serve.schemas import CompletionBody
+from specjax._util.errors import OptionError
 from support.serving import TIMEOUT, Running, openai_client, served_models, serving, until
 from support.tools import load
 
@@ -142,6 +144,32 @@ def test_a_row_that_is_scored_can_leave(server):
     server.engine.cancel(submission)
     until(lambda: not server.engine._owners and not server.engine._scorings)
     assert server.complete(prompt=TEXT, max_tokens=1)["choices"]
+
+
+def test_a_method_keeps_as_many_prompts_as_memory_allows(server):
+    def variant(memory):
+        admission = dataclasses.replace(server.admission, memory=memory)
+        return admission.make_submission(CompletionBody(prompt=TEXT), lambda *_: None).variant
+
+    engine = variant(2**40).engine
+    needed = server.admission._needed(engine)
+    row = server.admission._bytes(engine, 1)
+    with pytest.raises(OptionError, match=r"needs \S+ GiB for 4 rows"):
+        variant(needed - 1)
+    assert [variant(needed + extra * row).prefixes for extra in (0, 2, 99)] == [0, 2, 4]
+
+
+def test_a_kept_prompt_takes_no_more_than_a_row(server):
+    body = CompletionBody(prompt=20 * TEXT, max_tokens=1)
+    submission = server.admission.make_submission(body, lambda *_: None)
+    queue = VariantQueue(submission.variant, 0)
+    queue.open(server.admission.size, server.admission.bounds)
+    waiting = submission.requests(0)
+    while waiting or queue.running:
+        queue.poll(lambda _: waiting.pop() if waiting else None)
+    [(_, state)] = queue.scheduler._prefill.prefix_cache._entries
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    assert 0 < size <= server.admission._bytes(submission.variant.engine, 1)
 
 
 # --- the tokens of generate ------------------------------------------------------------------

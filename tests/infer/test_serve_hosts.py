@@ -88,7 +88,7 @@ def test_what_process_0_sends_gives_its_tokens_elsewhere(models):
     assert received[-1]["what"] == END
     assert {"submit", "poll", "request", "score"} <= {message["what"] for message in received}
     stream = iter(received)
-    follower = Recording(follower_admission(args, *models), args.prefixes, lambda: next(stream))
+    follower = Recording(follower_admission(args, *models), lambda: next(stream))
     follower.run()
     assert next(stream, None) is None
     for request_id, tokens in ours.items():
