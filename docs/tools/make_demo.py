@@ -15,8 +15,8 @@ WIDTH = 92
 # The arguments of each picture, docs/NAME.svg.
 RUNS = {
     "demo": "",
-    "smollm2": "--target smollm2 --draft smollm2-head --chat --compare "
-    '--prompt "How does a refrigerator work?" --max-new-tokens 96',
+    "smollm2": "--target smollm2 --draft smollm2-head --set gamma=2 --chat "
+    '--prompt "Why is the sky blue?" --compare',
 }
 
 
