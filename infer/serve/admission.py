@@ -277,11 +277,11 @@ class Admission:
                 options[key] = tuple(value)
         items = tuple(options.items())
         with naming("options" if body.options else "method"):
-            engine = self._engine(name, items, greedy)
+            engine, kept = self._engine(name, items, greedy)
             self._check_allowed(name, engine, greedy)
         # Scores include the tokens' log-probabilities, so decoding need not compute them.
         logprobs = body.wants_logprobs and body.alternatives is None
-        return Variant(name, engine, logprobs, self._kept_prompts(engine))
+        return Variant(name, engine, logprobs, kept)
 
     def _check_allowed(self, name: str, engine: Engine, greedy: bool) -> None:
         """Refuses a method that ``methods`` leaves out, and options that compile programs anew."""
@@ -291,18 +291,19 @@ class Admission:
             allowed = ", ".join(sorted({self.method, *self.methods}))
             raise OptionError(f"method {name}: this server allows {allowed}")
         defaults = tuple(self.defaults.items()) if name == self.method else ()
-        if engine.method != self._engine(name, defaults, greedy).method:
+        if engine.method != self._engine(name, defaults, greedy)[0].method:
             raise OptionError(
                 f"options of method {name}: this server allows only those that compile nothing new"
             )
 
     @functools.cached_property
-    def _engine(self) -> Callable[[str, Hashable, bool], Engine]:
+    def _engine(self) -> Callable[[str, Hashable, bool], tuple[Engine, int]]:
         """:meth:`_make_engine`, with a cache of the last results."""
         # typed: 1, 1.0 and True are equal, but not the same option value.
         return functools.lru_cache(MAX_ENGINES, typed=True)(self._make_engine)
 
-    def _make_engine(self, name: str, options: tuple, greedy: bool) -> Engine:
+    def _make_engine(self, name: str, options: tuple, greedy: bool) -> tuple[Engine, int]:
+        """The method with its options, and how many prompts its prefix cache keeps."""
         spec: MethodSpec = method(name)
         if spec.needs_reward:
             raise OptionError(f"method {name} needs a reward, and this server has none")
@@ -318,16 +319,19 @@ class Admission:
                 f"method {name} with these options needs {needed / 2**30:.1f} GiB for "
                 f"{self.size} rows: at most {self.memory / 2**30:.1f}"
             )
-        return engine
+        return engine, self._kept_prompts(engine)
 
     def _needed(self, engine: Engine) -> int:
         """The most bytes of a method without kept prompts: its slots, and a prompt's prefill."""
-        return self._bytes(engine, self.size) + self._bytes(engine, 1)
+        return self._bytes(engine, self.size) + self._bytes(engine, engine.data_parallel_size)
 
     def _kept_prompts(self, engine: Engine) -> int:
-        """How many prompts the prefix cache of a method keeps. Each may take as much as a row."""
+        """How many states the prefix cache of a method keeps.
+
+        A state has a prompt for each device along ``data``, and each may take as much as a row.
+        """
         free = self.memory - self._needed(engine)
-        return min(self.prefixes, free // self._bytes(engine, 1))
+        return min(self.prefixes, free // self._bytes(engine, engine.data_parallel_size))
 
     def _bytes(self, engine: Engine, rows: int) -> int:
         """The most bytes that so many rows of a method can need, from shapes alone."""
