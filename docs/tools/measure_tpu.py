@@ -195,7 +195,8 @@ def expert_cycles(args: argparse.Namespace, rows: int, rate: float, line: str) -
 
 @functools.cache
 def expert_bundles(topology: str, target: str) -> int:
-    script = [__file__, "--topology", topology, "--target", target, "--dump-experts"]
+    arguments = ["autoregressive", "--topology", topology, "--target", target, "--dump-experts"]
+    script = [__file__, *arguments]
     return turn_bundles(script, expert_kernel.NAME)
 
 
