@@ -101,6 +101,23 @@ def turn_bundles(script: list[str], name: str) -> int:
     return marks[-1][0] - start
 
 
+def regions_of(script: list[str], name: str) -> tuple[int, list[int]]:
+    """Bundles of one turn of the grid, of the kernel of this name that ``script`` compiles.
+
+    First those of each turn, then those of each region that a branch may skip.
+    """
+    marks = _marks(_bundles(script, (name,))[name])
+    start = next(at for at, kind in marks if kind == "LB")
+    regions = _skipped(marks)
+    return marks[-1][0] - start - sum(regions), regions
+
+
+def _skipped(marks: list[tuple[int, str]]) -> list[int]:
+    """Bundles of the regions that a branch may skip."""
+    kinds = ("branch", "PF")
+    return [b - a for (a, x), (b, y) in itertools.pairwise(marks) if (x, y) == kinds]
+
+
 def _bundles(script: list[str], names: tuple[str, ...]) -> dict[str, str]:
     """The bundles of the kernels that ``script`` compiles, by name."""
     with tempfile.TemporaryDirectory() as folder:
@@ -131,8 +148,7 @@ def schedule(bundles: str) -> Kernel:
     """
     marks = _marks(bundles)
     start = next(at for at, kind in marks if kind == "LB")
-    kinds = ("branch", "PF")
-    regions = [b - a for (a, x), (b, y) in itertools.pairwise(marks) if (x, y) == kinds]
+    regions = _skipped(marks)
     if len(regions) != 3:
         sys.exit(f"a kernel of {len(regions)} regions: this libtpu's schedules are not understood")
     met = max(regions)

@@ -69,7 +69,8 @@ class Platform:
       gathers_experts: whether few tokens gather the weights of their experts. Where a gather is not
         part of the product that reads it, it costs two more passes over those weights.
       expert_kernel: whether few tokens run their experts by our Pallas kernel.
-      ragged_products: whether grouped products (``ragged_dot``) read each group's weights alone.
+      ragged_products: whether grouped products read each group's weights alone.
+      grouped_kernels: whether JAX's Pallas kernels run those.
       kernel_rows: products of up to this many rows are computed by our kernel for CPUs.
       kernel_group_rows: the same with weights in groups, which XLA would widen first.
     """
@@ -96,6 +97,7 @@ class Platform:
     gathers_experts: bool = True
     expert_kernel: bool = False
     ragged_products: bool = True
+    grouped_kernels: bool = False
     kernel_rows: int = 0
     kernel_group_rows: int = 0
 
@@ -125,6 +127,7 @@ TPU = Platform(
     head_queries=2,
     gathers_experts=False,
     expert_kernel=True,
+    grouped_kernels=True,
 )
 # XLA's kernel for the largest values finds 16 at most. For more it sorts the whole row, and 128,256
 # tokens take 40 kernels. A scatter is one kernel for all rows, and a write per row is one each.

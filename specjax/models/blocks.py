@@ -199,19 +199,20 @@ class Block(nnx.Module):
         self.mlp = _make_mlp(cfg, rngs, fused)
         self.mlp_out_norm = norm(cfg.norm_after)
 
-    def __call__(self, x, table: Table, attend):
+    def __call__(self, x, table: Table, attend, rows: NamedSharding | None = None):
         cfg = self.cfg
+        mlp = functools.partial(self.mlp, rows=rows) if cfg.experts else self.mlp
         if not (cfg.norm_before or cfg.norm_after):
             x = _normed(self.attention_norm, x + self.attention(x, table, attend))
-            return _normed(self.mlp_norm, x + self.mlp(x))
+            return _normed(self.mlp_norm, x + mlp(x))
 
         inputs = _normed(self.attention_norm, x)
         attention = _normed(self.attention_out_norm, self.attention(inputs, table, attend))
         if cfg.parallel_residual:
             mlp_inputs = inputs if cfg.shared_norm else _normed(self.mlp_norm, x)
-            return x + self._scaled(attention) + self._scaled(self.mlp(mlp_inputs))
+            return x + self._scaled(attention) + self._scaled(mlp(mlp_inputs))
         x = x + self._scaled(attention)
-        return x + self._scaled(_normed(self.mlp_out_norm, self.mlp(_normed(self.mlp_norm, x))))
+        return x + self._scaled(_normed(self.mlp_out_norm, mlp(_normed(self.mlp_norm, x))))
 
     def _scaled(self, x: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
         return x if self.cfg.residual_scale == 1 else x * self.cfg.residual_scale
@@ -417,7 +418,7 @@ def _block_runner(table: Table, attend: Callable, rows: NamedSharding | None) ->
         # and different columns.
         shared = sharding.between_blocks(rows, x.shape[1])
         x = constrain(constrain(x, shared), rows)
-        out = constrain(block(x, table, attend), rows)
+        out = constrain(block(x, table, attend, rows), rows)
         return constrain(out, shared)
 
     return run

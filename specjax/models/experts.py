@@ -19,11 +19,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from specjax._util.platform import platform
 from specjax.models import expert_kernel, sharding
 from specjax.models.config import ExpertsConfig, ModelConfig
+from specjax.models.grouped_products import grouped_product
 from specjax.models.layers import ACTIVATIONS, linear
 from specjax.models.quantized import is_quantized
 
@@ -196,19 +198,43 @@ class Mixture(nnx.Module):
             gate = init(rngs.params(), (1, cfg.hidden_size), jnp.float32)
             self.shared_gate = nnx.Param(gate, axes=("router", "hidden"))
 
-    def __call__(self, x: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
+    def __call__(
+        self, x: Float[Array, "B N D"], rows: NamedSharding | None = None
+    ) -> Float[Array, "B N D"]:
+        """``rows`` is the sharding of ``[B, N]`` in training: a device sorts its own tokens."""
         experts = _experts_of(self.cfg)
-        flat = x.reshape(-1, x.shape[-1])
-        ids, factors = self.router(flat)
-        run = functools.partial(_expert, self.cfg)
-        out = expert_sum(run, self.experts.leaves(), flat, ids, factors, self.cfg)
-        out = sharding.psum_shards(out, self.cfg.shards).reshape(x.shape)
+        choices = self.router(x.reshape(-1, x.shape[-1]))
+        ids, factors = (choice.reshape(*x.shape[:2], -1) for choice in choices)
+        run = _map_tokens(functools.partial(_sum_of_chosen, self.cfg), rows)
+        out = sharding.psum_shards(run(self.experts.leaves(), x, ids, factors), self.cfg.shards)
         if not experts.shared_size:
             return out
         shared = self.shared(x)
         if experts.shared_gate:
             shared = shared * jax.nn.sigmoid(linear(x, self.shared_gate[...]))
         return out + shared
+
+
+def _map_tokens(run: Callable, rows: NamedSharding | None) -> Callable:
+    """``run(leaves, ...)`` on each device's own tokens, with the experts of all devices."""
+    if rows is None:
+        return run
+    tokens = PartitionSpec(*rows.spec)
+    in_specs = (PartitionSpec(), tokens, tokens, tokens)
+    return jax.shard_map(run, mesh=rows.mesh, in_specs=in_specs, out_specs=tokens, check_vma=False)
+
+
+def _sum_of_chosen(
+    cfg: ModelConfig,
+    leaves: dict,
+    x: Float[Array, "B N D"],
+    ids: Int[Array, "B N k"],
+    factors: Float[Array, "B N k"],
+) -> Float[Array, "B N D"]:
+    """:func:`expert_sum` of rows of tokens."""
+    tokens, chosen, shares = (array.reshape(-1, array.shape[-1]) for array in (x, ids, factors))
+    run = functools.partial(_expert, cfg)
+    return expert_sum(run, leaves, tokens, chosen, shares, cfg).reshape(x.shape)
 
 
 def _experts_of(cfg: ModelConfig) -> ExpertsConfig:
@@ -348,12 +374,11 @@ def _by_groups(
     """Slots sorted by expert, and one grouped product for each layer of the MLP."""
     order = jnp.argsort(slots)
     sizes = jnp.bincount(slots, length=count).astype(jnp.int32)
-    numbers = jax.lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), (0,), (0,))
     sorted_slots = jnp.minimum(slots[order], count - 1)
 
     def product(name: str, x: Array) -> Array:
         weight, bias = leaves[name]
-        y = jax.lax.ragged_dot_general(x, weight, sizes, numbers)
+        y = grouped_product(x, weight, sizes)
         return y if bias is None else y + bias[sorted_slots]
 
     out = _gated_mlp(cfg, product, inputs[order])

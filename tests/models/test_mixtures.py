@@ -10,7 +10,15 @@ import pytest
 from flax import nnx
 
 import specjax as sj
-from specjax.models import expert_kernel, experts, from_hf, init_params, load_pretrained, num_params
+from specjax.models import (
+    expert_kernel,
+    experts,
+    from_hf,
+    grouped_products,
+    init_params,
+    load_pretrained,
+    num_params,
+)
 from specjax.models.adapters import KEY, fuse_adapters
 from specjax.models.config import ExpertsConfig
 from specjax.models.experts import Router, balancing_loss, choose
@@ -108,6 +116,30 @@ def test_gradients_of_the_kernel_are_those_of_groups(kernel):
     )
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("sizes", [[300, 0, 1, 211], [512, 0, 0, 0], [0, 100, 0, 0], [0, 0, 0, 0]])
+def test_the_grouped_kernels_for_tpus_multiply_as_xla_does(sizes, monkeypatch):
+    """Values and gradients; groups meet in a tile, are empty, and do not have all rows."""
+    monkeypatch.setattr(grouped_products, "INPUTS", 256)
+    monkeypatch.setattr(grouped_products, "OUTPUTS", 256)
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((512 + 30, 640)), jnp.float32)
+    weight = jnp.asarray(rng.standard_normal((4, 384, 640)) / 16, jnp.float32)
+    factors = jnp.asarray(rng.standard_normal((len(x), 384)), jnp.float32)
+    sizes = jnp.asarray(sizes, jnp.int32)
+
+    def loss(product, x, weight):
+        y = product(x, weight, sizes)
+        return (y * y * factors).sum(), y
+
+    by_kernels = functools.partial(grouped_products.product_by_kernels, interpret=True)
+    found, want = (
+        jax.grad(functools.partial(loss, way), (0, 1), has_aux=True)(x, weight)
+        for way in (by_kernels, grouped_products.grouped_product)
+    )
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.slow

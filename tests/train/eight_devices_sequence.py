@@ -9,6 +9,7 @@ import pytest
 
 from specjax.models import ModelConfig, forward_pass, init_params
 from specjax.models.attention import long_sequences
+from specjax.models.config import ExpertsConfig
 from specjax.models.families.head_config import HeadConfig
 from train.data.packing import IGNORE
 from train.engine.placement import make_placement
@@ -64,6 +65,13 @@ def lm_case(rows):
     return data_loss(cfg, rows=rows), init_params(cfg, jax.random.key(0)), {}, batch_of()
 
 
+def mixture_case(rows):
+    """A mixture of experts, with the loss that balances its router."""
+    experts = ExpertsConfig(count=6, active=2, size=12, shared_size=8, balance=0.1)
+    cfg = dataclasses.replace(MODEL, experts=experts)
+    return data_loss(cfg, rows=rows), init_params(cfg, jax.random.key(0)), {}, batch_of()
+
+
 def distillation_case(rows):
     loss = distillation_loss(MODEL, MODEL, 0.7, 2.0, rows=rows)
     return loss, init_params(MODEL, jax.random.key(0)), init_params(MODEL, jax.random.key(1)), None
@@ -96,6 +104,7 @@ def head_case(rows):
 
 CASES = {
     "lm": lm_case,
+    "mixture": mixture_case,
     "distillation": distillation_case,
     "improved": functools.partial(sdsat_case, kind="improved"),
     "isolated": functools.partial(sdsat_case, kind="isolated"),
@@ -157,6 +166,8 @@ def use_blocks(patched):
         ("probe", 2, 4, "dense"),
         ("distillation", 1, 8, "dense"),
         ("lm", 1, 8, "blockwise"),
+        ("mixture", 4, 2, "dense"),
+        ("mixture", 2, 4, "dense"),
         ("improved", 2, 4, "blockwise"),
         ("isolated", 1, 8, "blockwise"),
         ("head", 1, 8, "blockwise"),
