@@ -24,7 +24,7 @@ def test_steps_on_eight_devices():
     command = [sys.executable, "-m", "pytest", *CASES, "-p", "no:xdist", "-rf"]
     done = subprocess.run(command, env=devices, capture_output=True, text=True, cwd=HERE)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert "15 passed" in done.stdout
+    assert "17 passed" in done.stdout
 
 
 @dataclasses.dataclass(frozen=True)
