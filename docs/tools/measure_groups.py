@@ -61,6 +61,7 @@ class Product(NamedTuple):
 
 
 def main() -> None:
+    """A row for each product."""
     parser = argparse.ArgumentParser(description=__doc__)
     mixtures = [name for name, cfg in SHAPES.items() if cfg.experts]
     parser.add_argument("--target", choices=mixtures, default="qwen3-30b-a3b")
@@ -103,6 +104,7 @@ def print_row(layer: str, way: str, grouped: float, plain: float) -> None:
 
 
 def chip(topology: str) -> jax.Device:
+    """One of a topology."""
     return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
 
 

@@ -49,6 +49,21 @@ def test_padded_rows_of_a_table_are_not_saved(tmp_path):
     assert not (tmp_path / WEIGHTS).exists()
 
 
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
+def test_layers_that_predict_further_tokens_are_left_out(name, tmp_path):
+    """Published checkpoints have such a layer (MTP) behind the last one of the model."""
+    cfg, params, _ = build(name)
+    save_pretrained(tmp_path, cfg, params)
+    edit_config(tmp_path, num_nextn_predict_layers=1)
+    further = f"model.layers.{cfg.num_layers}."
+    tensors = {"eh_proj.weight": (4, 8), "enorm.weight": (4,)}
+    added = {further + name: np.ones(shape, np.float32) for name, shape in tensors.items()}
+    edit_weights(tmp_path, lambda saved: saved.update(added))
+    assert same(params, load_pretrained(tmp_path)[1])
+    edit_weights(tmp_path, lambda saved: saved.update({"model.odd.weight": np.ones(4, np.float32)}))
+    assert "model.odd.weight" in refused(tmp_path)
+
+
 # --- tensor names with the prefix of what wrapped the model ----------------------------------
 
 WRAPPED = {
