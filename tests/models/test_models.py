@@ -78,6 +78,7 @@ def test_a_doubled_query_attends_as_one(family, reads_whole, monkeypatch):
     """A TPU doubles the only query of a key head: without a mask, and with one of a node."""
     cfg, _, fused = build(family)
     assert cfg.num_heads == cfg.num_kv_heads
+    cache = prefilled(family)[1]  # which other tests read, too
     widths = []
     monkeypatch.setattr(long_cache, "reads_whole", lambda *_: reads_whole)
     module = dense if reads_whole else long_cache
@@ -91,7 +92,6 @@ def test_a_doubled_query_attends_as_one(family, reads_whole, monkeypatch):
     monkeypatch.setattr(module, name, seen)
     here = jnp.asarray([5, 12])
     token = np.take_along_axis(variants.tokens(), np.asarray(here)[:, None], 1)
-    cache = prefilled(family)[1]
     node = jnp.ones((2, 1, 1), bool)
     for visible in (None, node):
         step = functools.partial(forward, cfg, fused, cache, token, here[:, None], here, visible)
@@ -100,6 +100,12 @@ def test_a_doubled_query_attends_as_one(family, reads_whole, monkeypatch):
         close(step().hidden, want)
         monkeypatch.setattr(forward_pass, "platform", Platform)
     assert widths[-1] == 2 and 1 in widths
+
+
+def test_positions_may_be_a_numpy_array_in_blocks_too(monkeypatch):
+    want = np.asarray(prefilled("bloom").hidden)
+    monkeypatch.setattr(long_cache, "reads_whole", lambda *_: False)
+    close(np.asarray(prefilled.__wrapped__("bloom").hidden), want)
 
 
 def tree_logits(cfg, params, cache):

@@ -121,6 +121,7 @@ def cached_attention(
       window: positions that a query sees, its own included. A ``mask`` already contains it.
     """
     rows, n, h, size = q.shape
+    positions = jnp.asarray(positions)  # loops index what is made of it with traced numbers
     # A mask or a quantized cache rules the kernel out; what is left are plain arrays.
     if mask is None and splash_chunk.supports_chunk(n, transform, k):
         assert not isinstance(k, QuantizedKV) and not isinstance(v, QuantizedKV)
