@@ -52,7 +52,10 @@ PEER_GAMMA = 4  # the peer's draft length if no case has a fixed one
 
 
 class Models(NamedTuple):
-    """Target and draft, and the files or directories that a peer loads the same weights from."""
+    """Target and draft, and the files or directories that a peer loads the same weights from.
+
+    A draft has none where no peer reads it: a head, or a copy that we quantized.
+    """
 
     target: sj.LM
     draft: sj.LM | None
@@ -360,9 +363,10 @@ def open_models(args: argparse.Namespace) -> Iterator[Models]:
     """The models of the arguments; random weights stay on disk until the block ends."""
     if not args.random_target:
         target, draft = load_models(args, True, args.mesh)
-        draft_source = draft.source if draft else None
-        names = (args.target, draft_source)
-        yield Models(target, draft, [_source_of(name, args.base) for name in names])
+        sources = [_source_of(args.target, args.base), None]
+        if draft is not None and not draft.is_head:
+            sources[1] = _source_of(draft.source, args.base)
+        yield Models(target, draft, sources)
         return
 
     dtype = DTYPES[resolve_dtype(args.dtype or "float32")]  # checked before weights are drawn
@@ -378,10 +382,7 @@ def open_models(args: argparse.Namespace) -> Iterator[Models]:
 
 
 def _source_of(name: str | None, base: str | None) -> str | None:
-    """The directory or GGUF file of a model; None if a peer cannot read it.
-
-    A peer cannot read a copy that we quantized.
-    """
+    """The directory or GGUF file of a model; None for a copy that we quantized."""
     if not name or name.startswith(SELF):
         return None
     return str(base_of(name, base=base))

@@ -93,6 +93,20 @@ def test_a_head_drafts_in_a_benchmark(small, short_curve, tmp_path, capsys):
     assert row["kl"] == "n/a" and "draft_accepted" not in row and row["draft_calls"] > 0
 
 
+@pytest.mark.torch
+def test_a_peer_decodes_beside_a_head_that_it_cannot_read(small, tmp_path, capsys):
+    pytest.importorskip("torch")
+    target = load_config(Path(small[1]))
+    cfg = HeadConfig.of(target, np.arange(target.vocab_size), layer_ids=(0, 1))
+    save_pretrained(tmp_path / "head", cfg, init_params(cfg, jax.random.key(2)))
+    small[small.index("--draft") + 1] = tmp_path / "head"
+    argv = ["--repeats", 1, "--greedy-only", "--no-curve", "--peer", "transformers", "--json"]
+    code, out, _ = run(capsys, *small, *argv)
+    assert code == 0
+    (row,) = json.loads(out)["peers"]
+    assert row["name"] == "transformers generate" and row["mismatches"] == []
+
+
 def test_report_has_every_case_and_figure(small, short_curve, tmp_path, capsys):
     home = tmp_path / "out"
     code, out, _ = run(capsys, *small, "--repeats", 1, "--json", "--out", home)
