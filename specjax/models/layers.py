@@ -107,12 +107,17 @@ def _by_parts(
     if not platform().dense_groups or outputs * inputs < SMALL_ENTRIES:
         return product(x, weight)
     size = min(-(-outputs // 2), max(1, WIDENED_ENTRIES // inputs))  # at least two: XLA unrolls one
-    count = outputs // size
-    parts = jax.lax.map(lambda i: product(x, weight.part(i * size, size)), jnp.arange(count))
-    y = jnp.moveaxis(parts, 0, -2).reshape(*x.shape[:-1], count * size)
-    rest = outputs - count * size
-    if rest:
-        y = jnp.concatenate([y, product(x, weight.part(count * size, rest))], axis=-1)
+    whole = outputs // size
+
+    def add(y, first, count):
+        part = product(x, weight.part(first, count))
+        return jax.lax.dynamic_update_slice_in_dim(y, part, first, -1)
+
+    # All of y is overwritten. XLA would make zeros, which do not depend on x, early for all layers.
+    y = jnp.broadcast_to(x[..., :1], (*x.shape[:-1], outputs))
+    y = jax.lax.fori_loop(0, whole, lambda i, y: add(y, i * size, size), y)
+    if outputs % size:
+        y = add(y, whole * size, outputs % size)
     return y
 
 

@@ -18,7 +18,7 @@ from specjax.models import init_params, load_pretrained, save_pretrained
 from specjax.models.families.head_config import HeadConfig
 from specjax.models.hf.layout import WEIGHTS
 from specjax.models.hf.read import load_config, stored_form
-from specjax.models.layers import linear
+from specjax.models.layers import WIDENED_ENTRIES, linear
 from specjax.models.placement import param_specs
 from specjax.models.quantization import parse_scheme, quantize, quantize_params
 from specjax.models.quantized import is_quantized
@@ -84,6 +84,27 @@ def test_a_product_on_accelerators_is_the_dense_weights(monkeypatch, scheme, row
     x = jnp.asarray(np.random.default_rng(1).standard_normal((rows, 64)), jnp.float32)
     want = np.asarray(x) @ np.asarray(made.dense(jnp.float32)).T
     np.testing.assert_allclose(linear(x, made), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="only CPUs widen by parts")
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_layers_in_a_row_hold_one_product_at_a_time(scheme):
+    """Also where the outputs are no whole number of parts."""
+    rows, inputs, outputs = 512, 576, 3100
+    weight = jnp.asarray(weights(shape=(outputs, inputs)))
+    quantized = [quantize(weight / n, parse_scheme(scheme), F32) for n in (24, 30, 36, 42)]
+    x = jnp.asarray(weights(1, (rows, inputs)))
+
+    def run(x, layers):
+        for layer in layers:
+            x = jnp.tanh(linear(x, layer)[:, -inputs:])
+        return x
+
+    wide = [layer.dense(jnp.float32) for layer in quantized]
+    np.testing.assert_allclose(jax.jit(run)(x, quantized), run(x, wide), atol=2e-4)
+    memory = jax.jit(run).lower(x, quantized).compile().memory_analysis()
+    widened = 4 * WIDENED_ENTRIES
+    assert memory.temp_size_in_bytes < 2 * rows * outputs * 4 + 3 * widened
 
 
 @pytest.mark.parametrize(
