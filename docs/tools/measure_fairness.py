@@ -6,8 +6,9 @@ It starts ``python -m infer.serve`` on the embedded pair. Each client has a loop
 own. Four send texts of 1 MB, two open connections and never finish their headers, one asks for 512
 rows, one for a method with new options every second. All others send small requests, one after the
 other. A process of its own asks for ``/health`` twenty times a second, first while nothing else
-happens. At the end the script prints the times of ``/health`` and of the small requests, what was
-not answered, and the server's memory over time.
+happens. The clients have a low priority, because they stand for other machines. At the end the
+script prints the times of ``/health`` and of the small requests, what was not answered, and the
+server's memory over time.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import http.client
 import itertools
 import json
 import multiprocessing
+import os
 import re
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import threading
@@ -31,6 +34,8 @@ from measure_server import PROMPTS, memory
 HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow: "
 QUIET_SECONDS = 15
 HALF_OPEN = 200  # connections of each client that sends no whole headers
+CLIENTS_NICE = 10
+SAMPLE_SECONDS = 10  # between two looks at the server's memory
 JSON = {"Content-Type": "application/json"}
 
 
@@ -183,11 +188,12 @@ def main() -> None:
     threads = [threading.Thread(target=kind, args=(n,)) for n, kind in enumerate(kinds)]
     samples = []
     with Probe(port) as loaded:
+        os.nice(CLIENTS_NICE)
         for thread in threads:
             thread.start()
         ends = time.monotonic() + 60 * args.minutes
         while time.monotonic() < ends:
-            time.sleep(10)
+            time.sleep(SAMPLE_SECONDS)
             samples.append(round(memory(server.pid)))
             print(f"{samples[-1]} MiB, {dict(clients.counts)}", flush=True)
     clients.stop.set()
@@ -197,7 +203,10 @@ def main() -> None:
     print("/health under load:", quantiles(loaded.seconds))
     print("small requests:", quantiles(clients.seconds))
     print("counts:", dict(sorted(clients.counts.items())))
-    print("MiB every 10 s:", samples)
+    print(f"MiB every {SAMPLE_SECONDS} s:", samples)
+    count = 60 // SAMPLE_SECONDS
+    minutes = [samples[i : i + count] for i in range(0, len(samples), count)]
+    print("MiB, median of each minute:", list(map(statistics.median, minutes)))
     server.send_signal(signal.SIGTERM)
     said = server.stderr.read()
     print("ended with", server.wait(timeout=120), "and said", len(said), "characters:", said[:500])
