@@ -93,6 +93,16 @@ def test_a_head_drafts_in_a_benchmark(small, short_curve, tmp_path, capsys):
     assert row["kl"] == "n/a" and "draft_accepted" not in row and row["draft_calls"] > 0
 
 
+@pytest.mark.parametrize("is_head", [True, False])
+def test_a_peer_gets_no_head(tiny_pair_dirs, monkeypatch, is_head):
+    target, draft = tiny_pair_dirs
+    models = types.SimpleNamespace(), types.SimpleNamespace(is_head=is_head, source=str(draft))
+    monkeypatch.setattr(benchmark, "load_models", lambda *_: models)
+    args = argparse.Namespace(random_target=None, target=str(target), base=None, mesh=None)
+    with benchmark.open_models(args) as opened:
+        assert opened.sources == [str(target), None if is_head else str(draft)]
+
+
 @pytest.mark.torch
 def test_a_peer_decodes_beside_a_head_that_it_cannot_read(small, tmp_path, capsys):
     pytest.importorskip("torch")

@@ -90,7 +90,8 @@ def test_a_product_on_accelerators_is_the_dense_weights(monkeypatch, scheme, row
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
 def test_layers_in_a_row_hold_one_product_at_a_time(scheme):
     """Also where the outputs are no whole number of parts."""
-    rows, inputs, outputs = 512, 576, 3100
+    rows, inputs, outputs = 512, 576, 3700
+    assert outputs // 2 > WIDENED_ENTRIES // inputs  # so there are two parts and a rest
     weight = jnp.asarray(weights(shape=(outputs, inputs)))
     quantized = [quantize(weight / n, parse_scheme(scheme), F32) for n in (24, 30, 36, 42)]
     x = jnp.asarray(weights(1, (rows, inputs)))
