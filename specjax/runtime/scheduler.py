@@ -17,8 +17,8 @@ States of a request, and the methods that move it:
     free.
 
 If nothing runs and the prompts have little in common, _start_batch prefills all batch slots in
-one program. A dropped request leaves from waiting or running (_free_dropped); one that is
-prefilling takes its slot first.
+one program, except where a token's bits must not depend on it (Engine.keeps_bits). A dropped
+request leaves from waiting or running (_free_dropped); one that is prefilling takes its slot first.
 
 One poll is _admit, _run_rounds, _read_results, _free_dropped. The device is polled when a request
 has ended or the caller wants to see pieces, never once per token. In between, the host does not
@@ -195,16 +195,27 @@ class Scheduler:
         waiting = self._peek_waiting(self._size)
         if not waiting:
             return False
-        # One prefill of all batch slots is the fastest, unless too much of it is padding, or
-        # prompts can share what they have in common.
-        prompts = [request.tokens for request in waiting]
-        apart = self._cheaper_one_by_one([len(prompt) for prompt in prompts])
-        if apart or self._prefill.prefix_cache.saves_a_third(prompts):
+        if self._prefills_one_by_one([request.tokens for request in waiting]):
             self._prefill_waiting(None)
         else:
             self._waiting = self._waiting[len(waiting) :]
             self._start_batch(waiting)
         return True
+
+    @property
+    def starts_batches(self) -> bool:
+        """Whether all batch slots may be prefilled in one program."""
+        return not self._engine.keeps_bits(self._size)
+
+    def _prefills_one_by_one(self, prompts: Sequence[np.ndarray]) -> bool:
+        """Whether prompts that nothing runs beside are prefilled each in a program of its own.
+
+        One prefill of all batch slots is the fastest, unless too much of it is padding, or prompts
+        can share what they have in common.
+        """
+        if not self.starts_batches or self._cheaper_one_by_one([len(p) for p in prompts]):
+            return True
+        return self._prefill.prefix_cache.saves_a_third(prompts)
 
     def _cheaper_one_by_one(self, lengths: Sequence[int]) -> bool:
         """Whether prompts cost less if each is prefilled alone than all together.

@@ -26,7 +26,7 @@ def warm_up(
     scheduler = Warmup(engine, size, sampling, Bounds.of(requests), prefixes=prefixes)
     scheduler.run_first_rounds(requests)
     scheduler.start_batches(requests)
-    if len(requests) > size or prefixes:
+    if len(requests) > size or prefixes or not scheduler.starts_batches:
         scheduler.prefill_chunks(requests[0])
     scheduler.visit_buckets(requests)
 
@@ -79,6 +79,8 @@ class Warmup(Scheduler):
 
     def start_batches(self, requests: Sequence[Request]) -> None:
         """Prefills all batch slots at once, for each pair of chunk size and capacity bucket."""
+        if not self.starts_batches:
+            return
         one_per_length = {len(request.tokens): request for request in requests}
         one_per_program = {}
         for tokens, request in one_per_length.items():
@@ -121,7 +123,8 @@ class Warmup(Scheduler):
             self._runner.resize(bucket(longest))
         self._run_programs_of_bucket()
         self._runner.resize(smallest)
-        self._runner.start_batch_like(request)
+        if self.starts_batches:
+            self._runner.start_batch_like(request)
 
     def visit_all_lengths(self, bounds: Bounds) -> list[int]:
         """Compiles what requests of any length run; returns the capacity buckets."""
@@ -134,8 +137,9 @@ class Warmup(Scheduler):
             longest = capacity - self._engine.method.round_positions
             tokens = np.zeros(max(1, min(bounds.prompt, longest)), np.int32)
             self.join_batch(Request(tokens, 1, key))
-        for length in chunk_sizes(self._engine.chunk_size(bounds.prompt, self._size)):
-            self._runner.start_batch_like(Request(tokens[:length], 1, key))
+        if self.starts_batches:
+            for length in chunk_sizes(self._engine.chunk_size(bounds.prompt, self._size)):
+                self._runner.start_batch_like(Request(tokens[:length], 1, key))
         longest = Request(tokens, bounds.total - bounds.prompt, key)
         self._runner.start_empty(Request(tokens[:1], 1, key))
         self.visit_buckets([Request(tokens[:1], 1, key), longest])

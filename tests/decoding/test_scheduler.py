@@ -220,6 +220,26 @@ def test_prompts_of_unequal_lengths_are_prefilled_apart(target, lengths, size, a
     assert started == [0 if apart else len(lengths)]
 
 
+@pytest.mark.parametrize(("pass_width", "size", "apart"), [(8, 4, True), (8, 64, False)])
+def test_a_prompt_is_prefilled_alone_where_bits_must_not_depend_on_others(
+    target, pass_width, size, apart
+):
+    """Otherwise a batch that ends at the same time would be prefilled in passes of other shapes.
+
+    With many rows passes are not padded, and nothing is promised.
+    """
+    wide = dataclasses.replace(target, pass_width=pass_width)
+    engine = make_engine(wide, None, sj.method("autoregressive"), {})
+    rows = make_rows(wide, [[1, 2, 3]] * size, [{}] * size, None, 0, 1, [4] * size)
+    work = scheduler.Scheduler(engine, size, sj.Sampling(), scheduler.Bounds.of(rows))
+    started = []
+    work._start_batch = lambda requests: started.append(len(requests))
+    work._prefill_waiting = lambda budget: started.append(0)
+    work._source = iter(rows)
+    work._admit()
+    assert started == [0 if apart else size]
+
+
 def test_tokens_do_not_depend_on_how_a_mixed_batch_is_prefilled(target):
     prompts = [RNG.integers(0, 97, n).tolist() for n in (200, 5, 7, 9)]
     together = sj.generate(target, prompts, max_new_tokens=12, batch_size=4)

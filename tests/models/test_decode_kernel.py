@@ -117,6 +117,38 @@ def test_a_result_does_not_depend_on_padding_of_the_pass():
     np.testing.assert_array_equal(whole[:, 0], padded[:, 0])
 
 
+@pytest.mark.parametrize("kind", ["chain", "window", "tree"])
+def test_a_result_does_not_depend_on_the_capacity(kind):
+    """Nor on positions that a query does not see: methods whose rounds need more room, or whose
+    caches grow earlier, then give the same greedy tokens."""
+    rows, tokens = 2, 8
+    q, k, v, _ = arrays((rows, tokens, 4, 2, 1024, 16), "float32")  # rounding would hide much
+    base = jnp.array([200, 370], jnp.int32)
+    positions = base[:, None] + jnp.arange(tokens, dtype=jnp.int32)
+    window = 90 if kind == "window" else None
+
+    def attend(capacity):
+        """Of the first query, beside seven more, and beside copies of it."""
+        keys, values = k[:, :, :capacity], v[:, :, :capacity]
+        results = []
+        for at in (jnp.arange(tokens), jnp.zeros(tokens, jnp.int32)):
+            queries, places = q[:, at], positions[:, at]
+            mask = None
+            if kind == "tree":
+                mask = jnp.arange(capacity) <= places[:, :, None]
+            last = places.max(axis=1)
+            out = decode_attention(
+                queries, keys, values, places, last, mask, window=window, interpret=INTERPRET
+            )
+            results.append(np.asarray(out[:, 0], np.float32))
+        return results
+
+    (want, alone), others = attend(384), [attend(512), attend(1024)]
+    np.testing.assert_array_equal(alone, want)
+    for got in (row for pair in others for row in pair):
+        np.testing.assert_array_equal(got, want)
+
+
 def test_what_the_kernel_cannot_do_is_left_to_others(monkeypatch):
     with_kernel = dataclasses.replace(CPU, decode_kernel=True)
     cache = jax.ShapeDtypeStruct((1, 2, 256, 64), jnp.bfloat16)

@@ -226,6 +226,7 @@ def test_a_gpu_runs_it_on_each_device(monkeypatch):
 def test_what_the_kernels_cannot_do_is_left_to_others(monkeypatch):
     cache = jax.ShapeDtypeStruct((1, 2, 256, 64), jnp.bfloat16)
     plain = ScoreTransform()
+    monkeypatch.setattr(range_kernel, "platform", lambda: CPU)
     assert not range_kernel.supports_prefill(256, plain, cache)
     assert not range_kernel.supports_sequences(Causal(), plain)
     monkeypatch.setattr(range_kernel, "platform", lambda: WITH_KERNEL)

@@ -8,6 +8,11 @@ The blocks of a row's cache are dealt out to ``splits`` programs, or a row's few
 leave most multiprocessors idle (flash decoding, Dao et al. 2023). Each has an online softmax of its
 own. A second kernel joins them, weighed by their largest scores.
 
+A query's result depends on the keys that it sees, and on nothing else: neither on the capacity of
+the cache nor on the other queries of the pass. So block j always belongs to split j mod P, P
+depends on rows and heads alone, and whatever a query does not see adds an exact zero. Greedy
+bfloat16 tokens of methods whose caches have other capacities are equal because of that.
+
 There are no gradients. Axis legend: B rows, N queries, S cache positions, H query heads, K key
 heads, G = H/K, R = G·N, E head size, P splits.
 """
@@ -36,7 +41,9 @@ BLOCK = 64  # cache positions that a program reads at a time; a bucket is a mult
 LEAST_QUERIES = 16  # a product on the tensor cores has at least so many rows
 MOST_QUERIES = 128  # more do not fit the registers beside a block's scores
 HEAD_SIZES = (16, 32, 64, 128, 256)  # powers of two
-PROGRAMS = 264  # two for each of an H100's multiprocessors
+PROGRAMS = 256  # about two for each of an H100's multiprocessors
+LEAST_SPLITS = 4
+MOST_SPLITS = 64
 
 
 def supports_decode(queries: int, heads: int, cache: KVBuffer, transform: ScoreTransform) -> bool:
@@ -90,7 +97,7 @@ def decode_attention(
         return jnp.pad(x, widths, mode="edge")
 
     groups = queries // count
-    splits = _num_splits(rows * key_heads, capacity // BLOCK)
+    splits = _num_splits(rows * key_heads)
     end = jnp.minimum(last_visible // BLOCK + 1, capacity // BLOCK)
     begin = jnp.zeros_like(end)
     if window is not None and mask is None:
@@ -103,22 +110,32 @@ def decode_attention(
 
     kernel = functools.partial(_attend_kernel, splits, window, transform)
     partial = _attend(kernel, arguments, splits, interpret)
-    return _join(partial, jax.ShapeDtypeStruct(q.shape, q.dtype), interpret)
+    result = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    return _join([*partial, begin, end], result, interpret)
 
 
-def _num_splits(programs: int, blocks: int) -> int:
-    """How many programs share the cache of a row and key head: a power of two."""
-    splits = 1
-    while splits * programs < PROGRAMS and 2 * splits <= blocks:
+def _num_splits(programs: int) -> int:
+    """P: how many programs share the cache of a row and key head, a power of two.
+
+    It does not depend on the cache's capacity: splits without a block cost next to nothing.
+    """
+    splits = LEAST_SPLITS
+    while splits * programs < PROGRAMS and splits < MOST_SPLITS:
         splits *= 2
     return splits
+
+
+def _first_block(begin: Int[Array, ""], split: Int[Array, "..."], splits: int) -> Int[Array, "..."]:
+    """A split's first block from ``begin`` on; the others follow at distances of ``splits``."""
+    # lax.rem has the sign of what is divided, so that must not be negative.
+    return begin + jax.lax.rem(split - jax.lax.rem(begin, splits) + splits, splits)
 
 
 def _attend(kernel, arguments: list[Array], splits: int, interpret: bool) -> list[Array]:
     """Runs the kernel for every row, key head and split.
 
     Returns weighted values float32 ``[B, K, P, R, E]``, and the largest score and the sum of
-    weights of each, ``[B, K, P, R]``.
+    weights of each, ``[B, K, P, R]``. A split without a block writes none of them.
     """
     q, k, _, _, _, seen = arguments
     rows, key_heads, queries, size = q.shape
@@ -149,13 +166,12 @@ def _attend(kernel, arguments: list[Array], splits: int, interpret: bool) -> lis
 def _attend_kernel(
     splits, window, transform, q_ref, k_ref, v_ref, begin_ref, end_ref, seen_ref, *out_refs
 ):
-    """One program: the blocks ``begin + split, begin + split + splits, …`` of a row's key head.
+    """One program: the blocks j of a row's key head with j mod P = the split.
 
     ``seen_ref`` has positions ``[R]``, or a mask ``[R, S]``.
     """
     out_ref, highest_ref, total_ref = out_refs
-    q = q_ref[...]
-    first = begin_ref[...] + pl.program_id(2)
+    first = _first_block(begin_ref[...], pl.program_id(2), splits)
     count = (end_ref[...] - first + splits - 1) // splits
 
     def visible(start):
@@ -164,30 +180,34 @@ def _attend_kernel(
         distance = seen_ref[...][:, None] - (start + jnp.arange(BLOCK))[None]
         return in_window(distance, window)
 
-    def add_block(index, carry):
-        out, highest, total = carry
-        start = (first + index * splits) * BLOCK
-        k = k_ref[pl.ds(start, BLOCK), :]
-        scores = transform.apply_softcap(float_product(q, k.T))
-        scores = jnp.where(visible(start), scores, MASKED_SCORE)
+    @pl.when(count > 0)
+    def attend():
+        q = q_ref[...]
 
-        new_highest = jnp.maximum(highest, scores.max(axis=-1))
-        shrink = jnp.exp(highest - new_highest)
-        weights = jnp.exp(scores - new_highest[:, None])
-        v = v_ref[pl.ds(start, BLOCK), :]
-        out = out * shrink[:, None] + float_product(weights.astype(v.dtype), v)
-        return out, new_highest, total * shrink + weights.sum(axis=-1)
+        def add_block(index, carry):
+            out, highest, total = carry
+            start = (first + index * splits) * BLOCK
+            k = k_ref[pl.ds(start, BLOCK), :]
+            scores = transform.apply_softcap(float_product(q, k.T))
+            scores = jnp.where(visible(start), scores, MASKED_SCORE)
 
-    queries = q.shape[0]
-    start = (
-        jnp.zeros(q.shape, jnp.float32),
-        jnp.full((queries,), MASKED_SCORE, jnp.float32),
-        jnp.zeros((queries,), jnp.float32),
-    )
-    out, highest, total = jax.lax.fori_loop(0, count, add_block, start)
-    out_ref[...] = out
-    highest_ref[...] = highest
-    total_ref[...] = total
+            new_highest = jnp.maximum(highest, scores.max(axis=-1))
+            shrink = jnp.exp(highest - new_highest)
+            weights = jnp.exp(scores - new_highest[:, None])
+            v = v_ref[pl.ds(start, BLOCK), :]
+            out = out * shrink[:, None] + float_product(weights.astype(v.dtype), v)
+            return out, new_highest, total * shrink + weights.sum(axis=-1)
+
+        queries = q.shape[0]
+        start = (
+            jnp.zeros(q.shape, jnp.float32),
+            jnp.full((queries,), MASKED_SCORE, jnp.float32),
+            jnp.zeros((queries,), jnp.float32),
+        )
+        out, highest, total = jax.lax.fori_loop(0, count, add_block, start)
+        out_ref[...] = out
+        highest_ref[...] = highest
+        total_ref[...] = total
 
 
 def float_product(x: Float[Array, "m k"], y: Float[Array, "k n"]) -> Float[Array, "m n"]:
@@ -211,22 +231,29 @@ def _join(
 
     scalars = pl.BlockSpec((None, None, splits, None), lambda b, h, r: (b, h, 0, r))
     values = pl.BlockSpec((None, None, splits, None, size), lambda b, h, r: (b, h, 0, r, 0))
+    of_row = pl.BlockSpec((None,), lambda b, h, r: (b,))
     return pl.pallas_call(
-        _join_kernel,
+        functools.partial(_join_kernel, splits),
         grid=(rows, key_heads, groups * count),
-        in_specs=[values, scalars, scalars],
+        in_specs=[values, scalars, scalars, of_row, of_row],
         out_specs=pl.BlockSpec((None, None, None, size), query_of),
         out_shape=result,
-        compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=max(1, splits // 16), num_stages=1),
         interpret=interpret,
         name="decode_attention_join",
     )(*partial)
 
 
-def _join_kernel(out_ref, highest_ref, total_ref, joined_ref):
-    """One query. A split without blocks has no weight."""
-    highest = highest_ref[...]
+def _join_kernel(splits, out_ref, highest_ref, total_ref, begin_ref, end_ref, joined_ref):
+    """One query. What a split without a block has not written is not read."""
+    begin = begin_ref[...]
+    used = _first_block(begin, jnp.arange(splits), splits) < end_ref[...]
+    highest = plgpu.load(highest_ref, mask=used, other=MASKED_SCORE)
+    total = plgpu.load(total_ref, mask=used, other=0.0)
+    every = jnp.broadcast_to(used[:, None], out_ref.shape)
+    out = plgpu.load(out_ref, mask=every, other=0.0)
+
     factor = jnp.exp(highest - highest.max())
-    weight = (total_ref[...] * factor).sum()
-    joined = (out_ref[...] * factor[:, None]).sum(axis=0) / weight
+    weight = (total * factor).sum()
+    joined = (out * factor[:, None]).sum(axis=0) / weight
     joined_ref[...] = joined.astype(joined_ref.dtype)
