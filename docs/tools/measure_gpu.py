@@ -195,8 +195,8 @@ def decode(args: argparse.Namespace, target: sj.LM, rows: int, **more: Any) -> s
 
 
 def seconds(out: sj.Generation) -> float:
-    """Seconds of decoding, without prefill. All rows are prefilled at the same time."""
-    return float(out.share_seconds.sum() - out.prefill_seconds.max())
+    """Seconds of decoding, without prefill. Rows prefilled together have the same time of it."""
+    return float(out.share_seconds.sum() - np.unique(out.prefill_seconds).sum())
 
 
 def per_second(out: sj.Generation) -> float:
