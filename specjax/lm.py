@@ -170,9 +170,8 @@ def load(
       cache_dtype: ``int8``: the KV cache is int8, with a scale per token and head
         (:mod:`specjax.models.quantized_cache`). None: it has the model's dtype.
       pass_width: tokens per row that short passes are padded to, 1 to 128. None: 8 on
-        accelerators, where padding is free, and 1 on CPUs. As long as a draft and its root have
-        no more tokens than this, greedy output in bfloat16 equals plain decoding's. For that, a
-        batch of up to 128 padded tokens prefills each prompt by itself.
+        accelerators, where padding is free, and 1 on CPUs. Greedy output in bfloat16 equals plain
+        decoding's if a draft and its root fit into it. Prompts are then prefilled one by one.
       mesh: load onto several devices, layer by layer: a mesh with axes ``data``, ``model`` or both.
       split: each device of the mesh gets a share of the weights. False: each gets a whole copy.
         Draft and target must be on the same mesh; each may be split or whole.

@@ -174,29 +174,14 @@ def _attend_kernel(
     first = _first_block(begin_ref[...], pl.program_id(2), splits)
     count = (end_ref[...] - first + splits - 1) // splits
 
-    def visible(start):
-        if len(seen_ref.shape) == 2:
-            return seen_ref[:, pl.ds(start, BLOCK)] != 0
-        distance = seen_ref[...][:, None] - (start + jnp.arange(BLOCK))[None]
-        return in_window(distance, window)
-
     @pl.when(count > 0)
     def attend():
         q = q_ref[...]
 
         def add_block(index, carry):
-            out, highest, total = carry
-            start = (first + index * splits) * BLOCK
-            k = k_ref[pl.ds(start, BLOCK), :]
-            scores = transform.apply_softcap(float_product(q, k.T))
-            scores = jnp.where(visible(start), scores, MASKED_SCORE)
-
-            new_highest = jnp.maximum(highest, scores.max(axis=-1))
-            shrink = jnp.exp(highest - new_highest)
-            weights = jnp.exp(scores - new_highest[:, None])
-            v = v_ref[pl.ds(start, BLOCK), :]
-            out = out * shrink[:, None] + float_product(weights.astype(v.dtype), v)
-            return out, new_highest, total * shrink + weights.sum(axis=-1)
+            block = pl.ds((first + index * splits) * BLOCK, BLOCK)
+            visible = _visible(seen_ref, block, window)
+            return _add_block(transform, q, k_ref[block, :], v_ref[block, :], visible, carry)
 
         queries = q.shape[0]
         start = (
@@ -208,6 +193,26 @@ def _attend_kernel(
         out_ref[...] = out
         highest_ref[...] = highest
         total_ref[...] = total
+
+
+def _visible(seen_ref, block, window: int | None) -> Bool[Array, "R S"]:
+    """Which positions of a block each query sees."""
+    if len(seen_ref.shape) == 2:
+        return seen_ref[:, block] != 0
+    distance = seen_ref[...][:, None] - (block.start + jnp.arange(BLOCK))[None]
+    return in_window(distance, window)
+
+
+def _add_block(transform, q, k, v, visible, carry):
+    """One step of the online softmax: the values so far, the largest score, the sum of weights."""
+    out, highest, total = carry
+    scores = transform.apply_softcap(float_product(q, k.T))
+    scores = jnp.where(visible, scores, MASKED_SCORE)
+    new_highest = jnp.maximum(highest, scores.max(axis=-1))
+    shrink = jnp.exp(highest - new_highest)
+    weights = jnp.exp(scores - new_highest[:, None])
+    out = out * shrink[:, None] + float_product(weights.astype(v.dtype), v)
+    return out, new_highest, total * shrink + weights.sum(axis=-1)
 
 
 def float_product(x: Float[Array, "m k"], y: Float[Array, "k n"]) -> Float[Array, "m n"]:
