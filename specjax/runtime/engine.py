@@ -141,8 +141,8 @@ class Engine:
         """
         return self.target.net.chunk_size(longest, rows // self.data_parallel_size)
 
-    def keeps_bits(self, rows: int) -> bool:
-        """Whether a token's bits must not depend on what else the batch of ``rows`` decodes.
+    def batch_invariant(self, rows: int) -> bool:
+        """Whether a token's bits must not depend on what else a batch of ``rows`` rows decodes.
 
         That is what padded passes are for. A GPU's product of other shape may sum in another order,
         so each prompt is then prefilled in passes of its own, whenever its turn comes.

@@ -17,7 +17,7 @@ States of a request, and the methods that move it:
     free.
 
 If nothing runs and the prompts have little in common, _start_batch prefills all batch slots in
-one program, except where a token's bits must not depend on it (Engine.keeps_bits). A dropped
+one program, except where a token's bits must not depend on it (Engine.batch_invariant). A dropped
 request leaves from waiting or running (_free_dropped); one that is prefilling takes its slot first.
 
 One poll is _admit, _run_rounds, _read_results, _free_dropped. The device is polled when a request
@@ -203,9 +203,9 @@ class Scheduler:
         return True
 
     @property
-    def starts_batches(self) -> bool:
+    def prefills_together(self) -> bool:
         """Whether all batch slots may be prefilled in one program."""
-        return not self._engine.keeps_bits(self._size)
+        return not self._engine.batch_invariant(self._size)
 
     def _prefills_one_by_one(self, prompts: Sequence[np.ndarray]) -> bool:
         """Whether prompts that nothing runs beside are prefilled each in a program of its own.
@@ -213,7 +213,7 @@ class Scheduler:
         One prefill of all batch slots is the fastest, unless too much of it is padding, or prompts
         can share what they have in common.
         """
-        if not self.starts_batches or self._cheaper_one_by_one([len(p) for p in prompts]):
+        if not self.prefills_together or self._cheaper_one_by_one([len(p) for p in prompts]):
             return True
         return self._prefill.prefix_cache.saves_a_third(prompts)
 

@@ -26,7 +26,7 @@ def warm_up(
     scheduler = Warmup(engine, size, sampling, Bounds.of(requests), prefixes=prefixes)
     scheduler.run_first_rounds(requests)
     scheduler.start_batches(requests)
-    if len(requests) > size or prefixes or not scheduler.starts_batches:
+    if len(requests) > size or prefixes or not scheduler.prefills_together:
         scheduler.prefill_chunks(requests[0])
     scheduler.visit_buckets(requests)
 
@@ -79,7 +79,7 @@ class Warmup(Scheduler):
 
     def start_batches(self, requests: Sequence[Request]) -> None:
         """Prefills all batch slots at once, for each pair of chunk size and capacity bucket."""
-        if not self.starts_batches:
+        if not self.prefills_together:
             return
         one_per_length = {len(request.tokens): request for request in requests}
         one_per_program = {}
@@ -123,7 +123,7 @@ class Warmup(Scheduler):
             self._runner.resize(bucket(longest))
         self._run_programs_of_bucket()
         self._runner.resize(smallest)
-        if self.starts_batches:
+        if self.prefills_together:
             self._runner.start_batch_like(request)
 
     def visit_all_lengths(self, bounds: Bounds) -> list[int]:
@@ -137,7 +137,7 @@ class Warmup(Scheduler):
             longest = capacity - self._engine.method.round_positions
             tokens = np.zeros(max(1, min(bounds.prompt, longest)), np.int32)
             self.join_batch(Request(tokens, 1, key))
-        if self.starts_batches:
+        if self.prefills_together:
             for length in chunk_sizes(self._engine.chunk_size(bounds.prompt, self._size)):
                 self._runner.start_batch_like(Request(tokens[:length], 1, key))
         longest = Request(tokens, bounds.total - bounds.prompt, key)

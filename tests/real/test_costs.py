@@ -12,12 +12,8 @@ import specjax as sj
 from support import tools
 from support.real_models import installed_file
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.real,
-    pytest.mark.usefixtures("optimized"),
-    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.real, pytest.mark.usefixtures("optimized")]
+reads_memory = pytest.mark.skipif(sys.platform != "linux", reason="VmHWM stands in /proc")
 LONG, SHORT, SHORTS = 1500, 20, 7
 PEAK = """
 import sys, specjax as sj
@@ -53,6 +49,7 @@ def test_rows_beside_a_long_prompt_are_not_fed_to_its_length(smollm2):
     assert together <= 1.2 * apart
 
 
+@reads_memory
 @pytest.mark.parametrize(("scheme", "most"), [("none", 1.15), ("int8", 1.2)])
 @pytest.mark.parametrize("name", ["smollm2", "gemma3-270m"])
 def test_loading_needs_little_more_memory_than_what_is_kept(name, scheme, most):
@@ -62,6 +59,7 @@ def test_loading_needs_little_more_memory_than_what_is_kept(name, scheme, most):
     assert second <= most
 
 
+@reads_memory
 @pytest.mark.parametrize("name", ["smollm2", "gemma3-270m"])
 def test_quantized_weights_take_less_memory_to_decode_with(name):
     """No program widens a copy of all codes: the peak falls by at least half of what they save."""
@@ -93,4 +91,5 @@ def test_a_benchmark_writes_its_first_result_long_before_its_end(tmp_path):
             time.sleep(0.1)
     whole = time.perf_counter() - began
     assert process.returncode == 0
+    assert first is not None, "no result stood in runs.jsonl before the end"
     assert first <= whole / 2

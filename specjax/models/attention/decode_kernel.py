@@ -180,8 +180,9 @@ def _attend_kernel(
 
         def add_block(index, carry):
             block = pl.ds((first + index * splits) * BLOCK, BLOCK)
-            visible = _visible(seen_ref, block, window)
-            return _add_block(transform, q, k_ref[block, :], v_ref[block, :], visible, carry)
+            scores = transform.apply_softcap(float_product(q, k_ref[block, :].T))
+            scores = jnp.where(_visible(seen_ref, block, window), scores, MASKED_SCORE)
+            return add_to_softmax(carry, scores, v_ref[block, :])
 
         queries = q.shape[0]
         start = (
@@ -203,11 +204,16 @@ def _visible(seen_ref, block, window: int | None) -> Bool[Array, "R S"]:
     return in_window(distance, window)
 
 
-def _add_block(transform, q, k, v, visible, carry):
-    """One step of the online softmax: the values so far, the largest score, the sum of weights."""
+def add_to_softmax(
+    carry: tuple[Float[Array, "R E"], Float[Array, "R"], Float[Array, "R"]],
+    scores: Float[Array, "R S"],
+    v: Float[Array, "S E"],
+) -> tuple[Float[Array, "R E"], Float[Array, "R"], Float[Array, "R"]]:
+    """One step of the online softmax, float32: adds a block of masked scores and its values.
+
+    Carried are the weighted values so far, the largest score and the sum of weights.
+    """
     out, highest, total = carry
-    scores = transform.apply_softcap(float_product(q, k.T))
-    scores = jnp.where(visible, scores, MASKED_SCORE)
     new_highest = jnp.maximum(highest, scores.max(axis=-1))
     shrink = jnp.exp(highest - new_highest)
     weights = jnp.exp(scores - new_highest[:, None])

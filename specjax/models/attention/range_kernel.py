@@ -23,7 +23,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from specjax._util.platform import platform
-from specjax.models.attention.decode_kernel import HEAD_SIZES, float_product
+from specjax.models.attention.decode_kernel import HEAD_SIZES, add_to_softmax, float_product
 from specjax.models.attention.dense import MASKED_SCORE, SCALE_ONLY, Causal, MaskFn, ScoreTransform
 from specjax.models.attention.flash import RESULT, pad_tokens
 from specjax.models.attention.key_ranges import (
@@ -371,16 +371,10 @@ def _forward_kernel(
     here = pl.ds(0, q.shape[0])
 
     def visit(step, carry):
-        out, highest, total = carry
         start = _start(order_ref, step, unit, wide)
         k = k_ref[pl.ds(start, wide), :]
         scores = _scores(transform, q, k, _visible(begin_ref, end_ref, here, start, wide))
-        new_highest = jnp.maximum(highest, scores.max(axis=-1))
-        shrink = jnp.exp(highest - new_highest)
-        weights = jnp.exp(scores - new_highest[:, None])
-        v = v_ref[pl.ds(start, wide), :]
-        out = out * shrink[:, None] + float_product(weights.astype(v.dtype), v)
-        return out, new_highest, total * shrink + weights.sum(axis=-1)
+        return add_to_softmax(carry, scores, v_ref[pl.ds(start, wide), :])
 
     # It starts above every masked score, so that those weigh nothing even where a query has seen
     # no key yet.
