@@ -204,6 +204,10 @@ void InParallel(ffi::ThreadPool& pool, int64_t count, const Work& work) {
 constexpr int64_t kInputs = 2048;  // inputs that are multiplied before the next ones are read
 constexpr int kOutputs = 3;        // outputs and rows whose sums are in registers together
 constexpr int kRows = 4;
+// Up to so many rows outputs are computed one by one. Weights are then read in the order in which
+// they lie, so that the CPU fetches them ahead by itself, faster than from three places at a time.
+template <typename T>
+constexpr int64_t kStreamedRows = std::is_same_v<T, float> ? 8 : 4;
 constexpr int64_t kPadding = 16;  // floats between widened outputs, so that they share no cache set
 
 // The weights that are read after a block: each tile of rows fetches a part of them.
@@ -231,7 +235,7 @@ void AddDots(const float* x, int64_t x_stride, const T* w, int64_t w_stride, int
   for (; i + outputs * kLanes <= inputs; i += outputs * kLanes) {
     for (int step = 0; step < outputs; ++step) {
       const int64_t at = i + step * kLanes;
-      __builtin_prefetch(ahead.first + at * ahead.step + step * ahead.stride);
+      if (outputs > 1) __builtin_prefetch(ahead.first + at * ahead.step + step * ahead.stride);
       add(whole, at);
     }
   }
@@ -246,11 +250,14 @@ void AddDots(const float* x, int64_t x_stride, const T* w, int64_t w_stride, int
 template <typename T, int outputs>
 void AddDotsOfRows(int64_t rows, const float* x, int64_t x_stride, const T* w, int64_t w_stride,
                    int64_t inputs, const T* next, float* sums, int64_t sums_stride) {
-  const int64_t tiles = (rows + kRows - 1) / kRows;
+  // Two rows keep up with the memory, and three or four at a time do not.
+  constexpr bool is_streamed = outputs == 1 && std::is_same_v<T, float>;
+  const int64_t tile_rows = is_streamed && rows <= kRows ? 2 : kRows;
+  const int64_t tiles = (rows + tile_rows - 1) / tile_rows;
   const int64_t size = sizeof(T);
   const auto add = [&](const auto* weights, int64_t stride) {
     for (int64_t tile = 0; tile < tiles; ++tile) {
-      const int64_t r = tile * kRows;
+      const int64_t r = tile * tile_rows;
       const char* first = reinterpret_cast<const char*>(next) + inputs * size * tile / tiles;
       const Ahead ahead{first, w_stride * size, (size + tiles - 1) / tiles};
       const auto call = [&](auto kernel) {
@@ -258,7 +265,7 @@ void AddDotsOfRows(int64_t rows, const float* x, int64_t x_stride, const T* w, i
                sums_stride);
       };
       using U = std::remove_const_t<std::remove_pointer_t<decltype(weights)>>;
-      switch (std::min<int64_t>(kRows, rows - r)) {
+      switch (std::min(tile_rows, rows - r)) {
         case 1: call(AddDots<U, outputs, 1>); break;
         case 2: call(AddDots<U, outputs, 2>); break;
         case 3: call(AddDots<U, outputs, 3>); break;
@@ -293,7 +300,7 @@ void DenseOutputs(int64_t rows, int64_t inputs, int64_t first, int64_t count, co
   for (int64_t i = 0; i < inputs; i += kInputs) {
     const int64_t some = std::min(kInputs, inputs - i);
     int64_t o = 0;
-    for (; o + kOutputs <= count; o += kOutputs) {
+    for (; rows > kStreamedRows<T> && o + kOutputs <= count; o += kOutputs) {
       const T* at = w + (first + o) * inputs + i;
       AddDotsOfRows<T, kOutputs>(rows, x + i, inputs, at, inputs, some, at + kOutputs * inputs,
                                  &sums[o], count);
