@@ -52,7 +52,7 @@ def linear(
     elif isinstance(weight, Joined):
         y = jnp.concatenate([linear(x, part) for part in weight.parts], axis=-1)
     elif narrow_product.supports(x, weight):
-        y = narrow_product.multiply(x, weight, by_xla=_product)
+        y = _kernel_product(x, weight)
     else:
         y = _product(x, weight)
     if bias is None:
@@ -69,6 +69,9 @@ def _product(
     if isinstance(weight, Grouped):
         return _by_parts(_grouped_matmul, x, weight)
     return _matmul(x, weight)
+
+
+_kernel_product = narrow_product.kernel_product(by_xla=_product)
 
 
 def _matmul(

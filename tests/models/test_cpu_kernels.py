@@ -76,7 +76,7 @@ def inputs_for(weight, seed=1):
 
 
 def by_kernel(x, weight):
-    return narrow_product.multiply(x, weight, by_xla=layers._product)
+    return layers._kernel_product(x, weight)
 
 
 @pytest.mark.parametrize("form", FORMS)

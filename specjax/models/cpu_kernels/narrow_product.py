@@ -68,32 +68,33 @@ def _are_factors(factors: Any) -> bool:
     return factors is None or factors.dtype in FACTORS
 
 
-def multiply(
-    x: Float[Array, "... i"], weight: Weight, by_xla: Callable[[Array, Any], Array]
-) -> Float[Array, "... o"]:
-    """``x @ weight.T`` by the kernel, summed in float32. The weight is used as float32.
+def kernel_product(
+    by_xla: Callable[[Array, Weight], Array],
+) -> Callable[[Float[Array, "... i"], Weight], Float[Array, "... o"]]:
+    """A function that computes ``x @ weight.T`` by the kernel.
 
-    A row's bits do not depend on the number of rows.
+    The weight is used as float32, and sums are float32. A row's bits do not depend on the number
+    of rows. To be made once: JAX keeps what it has traced of each such function.
 
     Args:
       by_xla: the same product without the kernel, for derivatives and ``vmap``.
     """
 
     @jax.custom_batching.custom_vmap
-    def by_kernel(x: Array, weight: Any) -> Array:
+    def by_kernel(x: Array, weight: Weight) -> Array:
         return _call(x, weight)
 
     @by_kernel.def_vmap
-    def _(axis_size: int, are_mapped: Any, x: Array, weight: Any) -> tuple[Array, bool]:
+    def _(axis_size: int, are_mapped: Any, x: Array, weight: Weight) -> tuple[Array, bool]:
         axes = jax.tree.map(lambda mapped: 0 if mapped else None, are_mapped)
         return jax.vmap(by_xla, tuple(axes), axis_size=axis_size)(x, weight), True
 
     @jax.custom_jvp
-    def product(x: Array, weight: Any) -> Array:
+    def product(x: Array, weight: Weight) -> Array:
         return by_kernel(x, weight)
 
     product.defjvp(lambda primals, tangents: jax.jvp(by_xla, primals, tangents))
-    return product(x, weight)
+    return product
 
 
 def _call(x: Float[Array, "... i"], weight: Weight) -> Float[Array, "... o"]:
