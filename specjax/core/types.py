@@ -60,8 +60,8 @@ class TreeShape(NamedTuple):
 
     @property
     def is_chain(self) -> bool:
-        """Whether it has one branch: a node at each depth."""
-        return self.nodes == self.depth + 1
+        """Whether it has one branch: a node at each depth, and no siblings."""
+        return self.nodes == self.depth + 1 and self.max_children <= 1
 
 
 class Probes(struct.PyTreeNode):

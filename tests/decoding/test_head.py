@@ -468,6 +468,7 @@ def p_value(drafter, rule) -> float:
         (HeadTree((2, 2), replacement=True), "specinfer"),
         (HeadBest(budget=4, depth=2, width=2), "match"),
         (HeadBest(budget=4, depth=2, width=2), "specinfer"),
+        (HeadBest(budget=2, depth=2, width=2), "match"),  # as many nodes as a chain
     ],
     ids=str,
 )
@@ -500,6 +501,19 @@ def test_greedy_output_is_plain_decoding_s(form):
         assert got.stats["accepted"].sum() > 0.3 * got.stats["rounds"].sum()
         for a, b in zip(got.tokens, want, strict=False):
             np.testing.assert_array_equal(a, b)
+
+
+def test_a_tree_of_as_many_nodes_as_a_chain_is_no_chain():
+    """Its nodes may be siblings: depth is the most that a path may have."""
+    options = {"budget": 3, "depth": 3, "width": 2}
+    assert not HeadBest(**options).shape.is_chain
+    prompts = [sequence(1 + n % 19, n) for n in range(24)]
+    want = sj.generate(target(), prompts, max_new_tokens=12).tokens
+    parts = {"drafter": "head", "rule": "match", "options": options}
+    got = sj.generate(target(), prompts, draft=agreeing(), max_new_tokens=12, **parts)
+    assert got.stats["accepted"].sum() > 0
+    for a, b in zip(got.tokens, want, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 KINDS = ("tinyllama", "qwen3", "pythia", "opt-350m", "bloom", "gemma3")  # one of each family
