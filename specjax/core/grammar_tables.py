@@ -60,8 +60,12 @@ def states_after(
 
 
 def takes_forced(draft: Draft | Drafter) -> bool:
-    """Whether drafts can be replaced by tokens that a grammar forces. Trees cannot."""
-    return draft.shape.is_chain and draft.sampling in (IID, POINT_MASS)
+    """Whether drafts can be replaced by tokens that a grammar forces.
+
+    Trees cannot, nor drafts whose raw logits a target distribution reads: they are of other tokens.
+    """
+    has_logits = draft.logits is not None if isinstance(draft, Draft) else draft.keep_logits
+    return draft.shape.is_chain and draft.sampling in (IID, POINT_MASS) and not has_logits
 
 
 def with_forced(

@@ -18,12 +18,18 @@ def node_law(
 
     A grammar's mask comes first, so bans that would leave nothing of it are dropped.
     """
-    if draft.allowed is not None:
-        logits = jnp.where(_unpacked(draft.allowed, logits.shape[-1]), logits, probs.NEVER)
+    logits = allowed_logits(draft, logits)
     if inputs.warp.path is not None:
         paths = tree.paths(draft.tokens, draft.parents, draft.shape.depth)
         logits = path_logits(inputs, state, logits, paths)
     return warp(logits, inputs.warp)
+
+
+def allowed_logits(draft: Draft, logits: Float[Array, "B N V"]) -> Float[Array, "B N V"]:
+    """The logits, without tokens that a grammar does not let follow."""
+    if draft.allowed is None:
+        return logits
+    return jnp.where(_unpacked(draft.allowed, logits.shape[-1]), logits, probs.NEVER)
 
 
 def _unpacked(bits: Int[Array, "B N W"], vocab: int) -> Bool[Array, "B N V"]:

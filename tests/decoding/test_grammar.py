@@ -1,7 +1,10 @@
 """Decoding under grammars: every output is of the grammar, and its distribution is the target's."""
 
 import functools
+import gc
 import json
+import weakref
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -15,6 +18,7 @@ from specjax.registry import Context
 from specjax.runtime.engine import Engine, Request
 from specjax.runtime.generate import make_engine
 from specjax.runtime.grammar_rounds import GrammarProgress, advance_with_grammars, masks
+from specjax.runtime.runner import BatchRunner
 from specjax.runtime.scheduler import Bounds, Scheduler
 from specjax.text.grammar import make_matcher
 from support import laws
@@ -59,6 +63,15 @@ def test_every_text_is_of_its_grammar_and_forced_tokens_are_drafted():
     check(texts, schemas)
     assert per_pass >= 1.5
     texts, _ = outputs("lookup", {"gamma": 4}, schemas, 0.0)
+    check(texts, schemas)
+
+
+@pytest.mark.parametrize("method", ["contrastive", "scd"])
+def test_what_a_grammar_allows_is_plausible_to_contrastive_targets(method):
+    """Of the likeliest tokens at most places none begins an object."""
+    schemas = written_schemas(4)
+    options = {"alpha": 0.5} | ({"gamma": 3} if method == "scd" else {})
+    texts, _ = outputs(method, options, schemas, 0.0, sj.load("demo-draft"), 4)
     check(texts, schemas)
 
 
@@ -140,6 +153,20 @@ def test_masks_are_those_of_each_node():
     allowed = np.unpackbits(bits.view(np.uint8), axis=-1, bitorder="little")[0]
     assert [row[opening] for row in allowed] == [1, 0, 1, 0]
     assert [row[closing] for row in allowed] == [0, 1, 0, 1]
+
+
+def test_no_other_request_gets_the_place_of_one_that_has_ended():
+    """Places are found by a request's identity, so a request stays as long as its place does."""
+    runner = BatchRunner.__new__(BatchRunner)
+    runner._places = {}
+    runner._engine = SimpleNamespace(automaton=lambda _: None, matcher=lambda _: "its own")
+    runner._sampling = sj.Sampling()
+    request = Request(np.array([1]), 1, None, 0, sampling=sj.Sampling(grammar="json"))
+    (place,) = runner._grammar_places([request])
+    alive = weakref.ref(request)
+    del request
+    gc.collect()
+    assert place.matcher == "its own" and alive() is not None
 
 
 # --- the law, over an automaton of a tiny vocabulary -------------------------------------------
