@@ -244,11 +244,3 @@ def _device_at(
     before = jnp.where(own > 0, ends[own - 1], 0.0)
     # Rounding may leave the goal past the device's own sum.
     return jnp.argmax(ends >= goal, axis=0), jnp.minimum(goal - before, mass)
-
-
-def kl_divergence(
-    log_p: Float[Array, "... V"], log_q: Float[Array, "... V"]
-) -> Float[Array, "..."]:
-    """KL(p‖q) in nats; 0·log 0 = 0, and +inf where q misses part of p's support."""
-    gap = jnp.where(log_p > NEVER, log_p - log_q, 0.0)
-    return jnp.sum(jnp.exp(log_p) * gap, axis=-1)

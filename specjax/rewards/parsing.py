@@ -30,12 +30,17 @@ def json_state(text: str) -> str:
     """``valid``, ``open`` (the beginning of a valid JSON text) or ``invalid``."""
     try:
         # parse_int=len: Python limits the digits of an integer, JSON does not.
-        json.loads(text, parse_int=len)
+        json.loads(text, parse_int=len, parse_constant=_refuse)
         return VALID
     except RecursionError:  # nested too deeply to tell
         return INVALID
     except ValueError:
         return OPEN if _can_become_json(text) else INVALID
+
+
+def _refuse(constant: str) -> None:
+    """NaN and the infinities, which Python reads and JSON does not have."""
+    raise ValueError(constant)
 
 
 def _can_become_json(text: str) -> bool:
@@ -78,7 +83,7 @@ def _endings(text: str, in_string: bool) -> list[str]:
 
 def _is_json(text: str) -> bool:
     try:
-        json.loads(text, parse_int=len)
+        json.loads(text, parse_int=len, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return False
     return True

@@ -236,6 +236,12 @@ def stream(
     if stop and target.tokenizer is None:
         raise OptionError("stop strings need a target with a tokenizer")
 
+    parts = {"drafter": drafter, "rule": rule}
+    if target_dist not in (None, "warped"):
+        parts["target_dist"] = target_dist
+    given = [f"{name}=" for name, part in parts.items() if part is not None]
+    if isinstance(method, str) and given:
+        raise OptionError(f"method= and {given[0]} exclude each other: leave one of them out")
     if method is None:
         method = "autoregressive" if draft is None else "speculative"
     chosen = choose(method, drafter, rule, target_dist, draft is not None)
@@ -351,12 +357,21 @@ def _judge(target: LM, constraints, chosen, reward, options) -> Judge:
 
 
 def make_rows(
-    target: LM, prompts, constraints, indices, seed: int, samples: int, budgets
+    target: LM,
+    prompts,
+    constraints,
+    indices,
+    seed: int,
+    samples: int,
+    budgets,
+    *,
+    with_text: bool = True,
 ) -> list[Request]:
     """One request per sample of each prompt, samples innermost, numbered from 0.
 
     Budgets are cut to the target's context. A request's key depends on ``seed``, its prompt's
-    index and its sample alone, so it draws the same tokens in any batch.
+    index and its sample alone, so it draws the same tokens in any batch. Rewards read the prompt's
+    text; decoding it takes long if the prompt is.
     """
     if indices is None:
         indices = range(len(prompts))
@@ -366,7 +381,7 @@ def make_rows(
         indices, prompts, constraints, budgets, strict=True
     ):
         budget = min(budget, target.config.max_position - len(tokens))
-        text = target.tokenizer.decode(tokens) if target.tokenizer else ""
+        text = target.tokenizer.decode(tokens) if with_text and target.tokenizer else ""
         prompt_key = jax.random.fold_in(root_key, index)
         for sample in range(samples):
             key = prompt_key

@@ -21,12 +21,19 @@ from specjax.core import probs
 from specjax.core.commit import Cost, DraftOutcome, finish_round
 from specjax.core.probs import Purpose
 from specjax.core.protocols import Method
+from specjax.core.sampling import Sampling
 from specjax.core.types import DecodeState, Inputs, Verdict
 from specjax.draft.model_drafter import draft_net, draw_chain, last_two, run_last_two
 from specjax.models import KVCache
 from specjax.rewards.folding import Fold
 from specjax.search.drivers import DeviceDriver, Driver, Lanes, prefill_lookahead, start_lookahead
-from specjax.search.lookahead import NextTokens, best_candidates, choose, roll_out
+from specjax.search.lookahead import (
+    NextTokens,
+    best_candidates,
+    check_is_greedy,
+    choose,
+    roll_out,
+)
 
 HARD = "hard"
 RATIO = "ratio"
@@ -135,6 +142,11 @@ class CDSL(Method):
         validate_fields(
             self, k=COUNT, d=COUNT, b=Check(int, low=0), accept=accept, keep_verified=FLAG
         )
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        """Raises OptionError for settings that it has not: it draws nothing."""
+        super().check_sampling(sampling)
+        check_is_greedy(sampling)
 
     @property
     def host_driven(self) -> bool:

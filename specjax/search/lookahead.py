@@ -20,10 +20,12 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax._util.arguments import COUNT, FLAG, validate_fields
+from specjax._util.errors import OptionError
 from specjax.core import probs
 from specjax.core.commit import Cost, finish_round
 from specjax.core.net import Net
 from specjax.core.protocols import Method
+from specjax.core.sampling import Sampling
 from specjax.core.types import DecodeState, Inputs, Verdict
 from specjax.draft.model_drafter import draft_net
 from specjax.models import KVCache
@@ -205,6 +207,14 @@ def choose(
     return jnp.argmax(jnp.where(possible, values, -jnp.inf), axis=1)
 
 
+def check_is_greedy(sampling: Sampling) -> None:
+    """Raises OptionError if tokens are to be drawn: rewards choose them."""
+    if sampling.temperature > 0:
+        raise OptionError(
+            f"temperature={sampling.temperature}: reward-guided methods are greedy; leave it out"
+        )
+
+
 class LookaheadRound(struct.PyTreeNode):
     """One round between its lookaheads and its choice."""
 
@@ -230,6 +240,11 @@ class Lookahead(Method):
 
     def __post_init__(self):
         validate_fields(self, k=COUNT, d=COUNT, drafts=FLAG)
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        """Raises OptionError for settings that it has not: it draws nothing."""
+        super().check_sampling(sampling)
+        check_is_greedy(sampling)
 
     @property
     def host_driven(self) -> bool:

@@ -131,10 +131,17 @@ class MTJD(Method):
         return cls(block, beam_width, joint)
 
     def check_sampling(self, sampling: Sampling) -> None:
-        """Raises OptionError if top-k asks for more blocks than there are beams."""
+        """Raises OptionError if blocks cannot be drawn with these settings."""
         super().check_sampling(sampling)
         searched = self.joint == "raw" and self.block > 1 and not self.exact
-        if searched and sampling.temperature > 0 and sampling.top_k > self.beam_width:
+        if not searched or sampling.temperature == 0:
+            return
+        if sampling.has_cutoffs and not sampling.top_k:
+            raise OptionError(
+                "mtjd draws blocks from the joint, which has no min_p and no other cutoff: give "
+                "top_k, or joint=warped"
+            )
+        if sampling.top_k > self.beam_width:
             raise OptionError(
                 f"mtjd draws from the top_k={sampling.top_k} likeliest blocks, and width="
                 f"{self.beam_width} beams find no more than that: raise width, or lower top_k"

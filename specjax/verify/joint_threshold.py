@@ -46,8 +46,9 @@ def joint(keys, draft, log_p, *, tau, raw_log_p=None, joint_raw=False):
     log_ratio = log_joint_p - log_joint_q
 
     depth = tree.depths(ancestors)
-    ratio = jnp.exp(jnp.minimum(log_ratio, 0.0))
-    passed = draft.valid & (ratio > tau) & (log_joint_p > probs.NEVER)
+    # In logarithms: a possible path of many unlikely tokens has a ratio that float32 does not hold.
+    log_tau = jnp.log(jnp.asarray(tau, jnp.float32))
+    passed = draft.valid & (jnp.minimum(log_ratio, 0.0) > log_tau) & (log_joint_p > probs.NEVER)
     passed = passed | (depth == 0)  # the root always passes
     accepted = jnp.where(passed, depth, 0).max(-1)
     is_deepest = passed & (depth == accepted[:, None])

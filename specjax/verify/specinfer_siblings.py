@@ -46,10 +46,11 @@ def specinfer(keys, draft, log_p):
     nodes = draft.tokens.shape[1]
     vocab = log_p.shape[-1]
     u = acceptance_uniforms(keys, draft)
+    parents = jnp.asarray(draft.parents)
 
     def visit(i, walk: _SiblingWalk) -> _SiblingWalk:
         # Parents come before children, so one pass over the nodes walks down the tree.
-        is_child = (draft.parents[:, i] == walk.node) & draft.valid[:, i]
+        is_child = (parents[:, i] == walk.node) & draft.valid[:, i]
         return jax.lax.cond(jnp.any(is_child), lambda: attempt(i, walk, is_child), lambda: walk)
 
     def attempt(i, walk: _SiblingWalk, is_child) -> _SiblingWalk:
@@ -86,8 +87,11 @@ def specinfer(keys, draft, log_p):
 
 
 def _draft_distribution(draft: Draft, i, x, tried, vocab) -> Float[Array, "B V"]:
-    """q that node i was drawn from, given that its earlier siblings were refused."""
-    if draft.log_q is None:
+    """q that node i was drawn from, given that its earlier siblings were refused.
+
+    A token that was chosen by its rank was not drawn: its q is one-hot.
+    """
+    if draft.log_q is None or draft.sampling == DETERMINISTIC:
         return jnp.exp(probs.one_hot_log(x, vocab))
     q = jnp.exp(draft.log_q[:, jnp.asarray(draft.q_row)[i]])
     if draft.sampling == WITHOUT_REPLACEMENT:

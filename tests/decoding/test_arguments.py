@@ -271,3 +271,18 @@ def test_format_value_is_short_and_one_line():
         assert len(format_value(value)) < 200 and "\n" not in format_value(value)
     with pytest.raises(sj.OptionError, match="n=a b: expected a whole number"):
         Check(int).parse("n", "a\nb")
+
+
+def test_a_method_and_its_parts_exclude_each_other(models):
+    target, draft = models
+    for part in ({"drafter": "lookup"}, {"rule": "match"}, {"target_dist": "contrastive"}):
+        (name,) = part
+        with pytest.raises(sj.OptionError, match=f"method= and {name}= exclude each other"):
+            sj.generate(target, IDS, method="mentored", draft=draft, **part)
+
+
+def test_reward_guided_methods_draw_nothing(models):
+    target, _ = models
+    with pytest.raises(sj.OptionError, match="reward-guided methods are greedy"):
+        given = {"method": "cdlh", "reward": "python", "sampling": sj.Sampling(0.8)}
+        sj.generate(target, IDS, **given)

@@ -362,6 +362,13 @@ def test_mtjd_of_one_token_draws_from_a_whole_vocabulary():
     assert len(np.unique(tokens)) > 2000
 
 
+def test_a_joint_has_no_cutoffs_of_single_tokens(target):
+    asked = {"method": "mtjd", "max_new_tokens": 4, "sampling": sj.Sampling(1.0, min_p=0.3)}
+    with pytest.raises(OptionError, match="no min_p and no other cutoff"):
+        sj.generate(target, [PROMPT], **asked)
+    sj.generate(target, [PROMPT], **asked, options={"joint": "warped"})
+
+
 def test_a_joint_top_k_needs_as_many_beams(target):
     asked = {"method": "mtjd", "max_new_tokens": 4, "sampling": sj.Sampling(1.0, top_k=20)}
     with pytest.raises(OptionError, match="top_k=20 likeliest blocks, and width=8 beams"):

@@ -12,7 +12,7 @@ import specjax as sj
 from specjax import verify
 from specjax.core import probs
 from specjax.core.probs import Purpose
-from specjax.core.types import POINT_MASS
+from specjax.core.types import DETERMINISTIC, POINT_MASS, Draft
 from specjax.models import ModelConfig, init_params
 from specjax.registry import Context
 from specjax.runtime.engine import Engine
@@ -47,6 +47,29 @@ def point_mass_draft(keys, p, q):
 )
 def test_lossless_rule_emits_the_law_of_p(name, draft_fn):
     assert laws.rule_p_value(LOSSLESS_CHAIN_RULES[name], draft_fn=draft_fn) > laws.ALPHA
+
+
+def greedy_draft(keys, p, q):
+    """A chain of q's argmaxes that reports q itself, as a draft model's greedy chain does."""
+    sure = (q == q.max(-1, keepdims=True)).astype(q.dtype)
+    draft, log_p = laws.chain_draft(keys, p, sure, log_q=q)
+    return draft.replace(sampling=DETERMINISTIC), log_p
+
+
+def test_a_token_chosen_by_its_rank_was_not_drawn_from_q():
+    assert laws.rule_p_value(verify.specinfer, draft_fn=greedy_draft) > laws.ALPHA
+
+
+def test_a_joint_of_many_unlikely_tokens_passes_tau_0():
+    """float32 has no number as small as exp(−104), and the path is possible all the same."""
+    tokens = jnp.zeros((1, 4), jnp.int32)
+    draft = Draft.chain(tokens)
+    log_p = jnp.log(jnp.array([np.exp(-26.0), 1 - np.exp(-26.0)], jnp.float32))
+    law = jnp.broadcast_to(log_p, (1, 5, 2))
+    keys = probs.round_keys(jax.random.split(jax.random.key(0), 1), jnp.zeros(1, jnp.int32))
+    assert verify.joint(keys, draft, law, tau=0.0).num_accepted.tolist() == [4]
+    impossible = law.at[:, 2, 0].set(-jnp.inf)
+    assert verify.joint(keys, draft, impossible, tau=0.0).num_accepted.tolist() == [2]
 
 
 def test_statistic_accepts_the_truth_and_rejects_a_shift():

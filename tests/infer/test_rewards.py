@@ -206,6 +206,8 @@ def test_length_rises_and_falls():
         ("{} x", "invalid"),
         ("[,", "invalid"),
         ("{'a'", "invalid"),
+        ("NaN", "invalid"),
+        ('{"a": -Infinity}', "invalid"),
     ],
 )
 def test_json_is_valid_open_or_invalid(text, state):
