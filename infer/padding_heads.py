@@ -32,13 +32,15 @@ def convert(args: argparse.Namespace) -> int:
     if os.path.lexists(weights) and not args.overwrite:
         raise InputError(f"{weights} exists already: give --overwrite, or another --out")
     cfg, params = pad_heads(*load_pretrained(source), args.heads)
-    stored = read_json(source / CONFIG).get("torch_dtype")
+    config = read_json(source / CONFIG)
+    stored = config.get("dtype") or config.get("torch_dtype")
+    dtype = stored if isinstance(stored, str) and stored in DTYPES else "float32"
     try:
         args.out.mkdir(parents=True, exist_ok=True)
         copy_rest(source, args.out, leave=(CONFIG,))
         if not (source / TOKENIZER).exists() and (source.parent / TOKENIZER).exists():
             shutil.copy(source.parent / TOKENIZER, args.out)  # the embedded models share one
-        save_pretrained(args.out, cfg, params, dtype=stored if stored in DTYPES else "float32")
+        save_pretrained(args.out, cfg, params, dtype=dtype)
     except OSError as error:  # a full disk, for example
         raise InputError(str(error)) from None
     print(weights)

@@ -44,7 +44,7 @@ def write_safetensors(directory: Path, out: Path, overwrite: bool = False) -> li
       InputError: a file exists, and ``overwrite`` is not set.
     """
     names = {pickle: _safetensors_name(pickle) for pickle in _pickles(directory)}
-    for name in (*names.values(), INDEX):
+    for name in (*names.values(), WEIGHTS, INDEX):
         if os.path.lexists(out / name) and not overwrite:
             raise InputError(f"{out / name} exists already: give --overwrite, or another --out")
     out.mkdir(parents=True, exist_ok=True)
@@ -66,6 +66,7 @@ def write_safetensors(directory: Path, out: Path, overwrite: bool = False) -> li
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         write_text(out / INDEX, json.dumps(index, indent=1) + "\n")
         written.append(out / INDEX)
+        (out / WEIGHTS).unlink(missing_ok=True)  # of another checkpoint; it would be read first
     if os.path.realpath(out) != os.path.realpath(directory):
         copy_rest(directory, out)
     return written

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,7 +36,7 @@ def read_rows(path: str) -> Iterator[Row]:
         data = read_file(path)
         if magic.startswith(GZIP):
             data = gzip.GzipFile(fileobj=io.BytesIO(data)).read(MOST_BYTES)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise OptionError(f"{path}: cannot be read ({reason})") from None
 

@@ -106,6 +106,8 @@ def _message(turn: Any, key: str) -> Message:
         if turn.get(name) is not None:  # a table has null where a message has no such field
             message[name] = turn[name]
     if "tool_calls" in message:
+        if not isinstance(message["tool_calls"], list):
+            raise ValueError('"tool_calls" must be a list')
         message["tool_calls"] = [with_object(call) for call in message["tool_calls"]]
     return message
 
@@ -133,7 +135,7 @@ def with_object(call: Any) -> Any:
         return call
     try:
         arguments = json.loads(function["arguments"])
-    except ValueError:
+    except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": arguments}}
 
@@ -143,7 +145,7 @@ def _tools(value: Any) -> list[Any] | None:
     if isinstance(value, str) and value:
         try:
             value = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ValueError('"tools" must be a list, or the JSON of one') from None
     if value is not None and not isinstance(value, (list, str)):
         raise ValueError('"tools" must be a list, or the JSON of one')

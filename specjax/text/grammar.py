@@ -92,7 +92,7 @@ def make_matcher(
     return _compiled(text, tokenizer, vocab, tuple(eos_ids)).copy()
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=16)  # a table has up to 32 MiB
 def make_automaton(
     text: str, tokenizer: Tokenizer | None, vocab: int, eos_ids: tuple[int, ...]
 ) -> Automaton | None:

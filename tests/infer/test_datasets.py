@@ -141,3 +141,12 @@ def test_wikitext_keeps_its_first_tokens_and_second_turns_follow_an_answer(tiny_
         == f"\n\nHuman: {first.text}\n\nAssistant: {answer}\n\nHuman: Rewrite it without the "
         "letter e.\n\nAssistant:"
     )
+
+
+def test_a_damaged_gzip_file_is_one_error(tmp_path):
+    data = bytearray(gzip.compress(b'{"prompt": "def f(x):"}\n' * 50))
+    data[10] ^= 255  # zlib finds it, and not gzip's own checks
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(data)
+    with pytest.raises(OptionError, match="cannot be read"):
+        list(read_rows(str(path)))

@@ -261,3 +261,28 @@ def test_losses_cap_logits_as_the_model_does():
     capped = OutputHead.of(cfg, params).logits(hidden[0])
     np.testing.assert_allclose(capped, logits_of(cfg, params, hidden)[0], atol=1e-5)
     assert np.abs(capped).max() < cfg.logit_softcap
+
+
+SMALL = {
+    "vocab_size": 2147483647,
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "intermediate_size": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"model_type": "gemma3"}, "text_config"),
+        ({"model_type": "gemma3", "text_config": {}}, "text_config"),
+        ({"model_type": "gemma3", "text_config": {"model_type": []}}, "text_config"),
+        ({"model_type": ["gemma3"]}, "model_type"),
+        (SMALL | {"model_type": ["llama"], "draft_vocab_size": 8}, "model_type"),
+        (SMALL | {"model_type": "llama", "draft_vocab_size": 2147483646}, "at most"),
+    ],
+)
+def test_a_damaged_config_is_one_error(config, says):
+    with pytest.raises(sj.ModelError, match=says):
+        from_hf(config)

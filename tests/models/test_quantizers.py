@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +23,10 @@ from specjax.models.layers import linear
 from specjax.models.placement import cut_single_groups, param_specs
 from specjax.models.quantization import parse_scheme, quantize_params
 from specjax.models.quantized import Grouped, PerOutput, is_quantized
-from support import variants
+from support import stack_variants, variants
 from support.checkpoints import edit_config, same
-from support.quantizers import FORMS, load_tensors, quantize_directory, save_tensors
+from support.quantizers import FORMS, load_tensors, mxfp4, quantize_directory, save_tensors
+from support.variant_models import whole
 
 EXACT_SCALES = ("gptq", "awq", "mxfp4", "ct-packed")  # with 16 bits: products have no rounding
 
@@ -441,3 +443,33 @@ def library_scales(weight, args, calculate_qparams):
     if not args.symmetric:
         found["weight_zero_point"] = zero.to(torch.int8)
     return found
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_experts_of_gpt_oss_load_as_it_is_published(tmp_path, kept):
+    """Blocks of all experts in one tensor, whose name has no "weight"; gate and up alternate."""
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}
+    config = stack_variants.config("gpt_oss") | sizes
+    config.pop("layer_types", None)
+    cfg = sj.models.from_hf(config)
+    save_pretrained(tmp_path / "plain", cfg, init_params(cfg, jax.random.key(0)))
+    tensors = load_tensors(tmp_path / "plain" / WEIGHTS)
+    write, settings = mxfp4("")
+    quantized = {}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        each = [write(expert.T) for expert in tensors[name].astype(np.float32)]
+        tensors[name] = np.stack([dense.T for _, dense in each])
+        for part in ("blocks", "scales"):
+            quantized[f"{name}_{part}"] = np.stack([stored[part] for stored, _ in each])
+    save_tensors(tmp_path / "plain" / WEIGHTS, tensors)
+    shutil.copytree(tmp_path / "plain", tmp_path / "packed")
+    left = {name: tensor for name, tensor in tensors.items() if f"{name}_blocks" not in quantized}
+    save_tensors(tmp_path / "packed" / WEIGHTS, left | quantized)
+    edit_config(tmp_path / "packed", quantization_config=settings)
+
+    _, want = load_pretrained(tmp_path / "plain", fused=True)
+    _, got = load_pretrained(tmp_path / "packed", fused=True, quantize=None if kept else "none")
+    experts = got["layers"]["0"]["mlp"]["experts"]
+    assert all(is_quantized(experts[name]["weight"]) == kept for name in ("gate", "up", "down"))
+    logits = [np.asarray(whole(cfg, p, variants.tokens(), "dense")) for p in (want, got)]
+    np.testing.assert_allclose(logits[1], logits[0], atol=1e-5 * np.abs(logits[0]).max())

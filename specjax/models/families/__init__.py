@@ -184,7 +184,7 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
         names it.
     """
     family = config.get("model_type")
-    if family in multimodal.MODEL_TYPES:
+    if isinstance(family, str) and family in multimodal.MODEL_TYPES:
         kinds.check_architectures(config, multimodal.classes(family))
         text = from_hf(multimodal.text_config(config))
         return dataclasses.replace(text, skipped_tensors=multimodal.SKIPPED)

@@ -27,6 +27,7 @@ from specjax.models.hf.names import Names, Path, Stored
 MIDLAYER = "midlayer."  # SafeAILab's name of the layer, which speculators calls layers.0
 D2T = "d2t"  # draft id to target id, as offsets
 T2D = "t2d"  # whether the head drafts a target id, as a mask
+MOST_IDS = 1 << 22  # of a vocabulary
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 KEYS = dict.fromkeys(FLAGS, FLAG) | {
@@ -102,6 +103,8 @@ def from_hf(config: hf_config.Config) -> HeadConfig:
     # speculators describes the layer in an object of its own, SafeAILab at the top level.
     layer = _layer_config(config.get("transformer_layer_config") or config)
     draft_size = hf_config.size(config, "draft_vocab_size", layer.vocab_size)
+    if draft_size > MOST_IDS:
+        raise ModelError(f"draft_vocab_size={draft_size}: expected at most {MOST_IDS}")
     if draft_size > layer.vocab_size:
         raise ModelError(
             f"draft_vocab_size={draft_size} is more than vocab_size={layer.vocab_size}"
@@ -123,7 +126,7 @@ def from_hf(config: hf_config.Config) -> HeadConfig:
 def _layer_config(layer: hf_config.Config) -> ModelConfig:
     """The config of the head's one layer, read as its family reads it."""
     family = layer.get("model_type")
-    if family not in LAYER_FAMILIES:
+    if not isinstance(family, str) or family not in LAYER_FAMILIES:
         known = ", ".join(LAYER_FAMILIES)
         raise ModelError(f"a head's model_type {quoted(family)} is not supported; {known} are")
     hf_config.check(layer)

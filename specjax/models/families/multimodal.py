@@ -70,8 +70,12 @@ def text_config(config: hf_config.Config) -> hf_config.Config:
     inner = config.get("text_config") or config
     shared = {name: config[name] for name in _SHARED if config.get(name) is not None}
     text = shared | {name: value for name, value in inner.items() if value is not None}
-    text.setdefault("model_type", _DEFAULT_TEXT[config["model_type"]])
-    text["model_type"] = _TEXT_FAMILY.get(text["model_type"], text["model_type"])
+    family = text.get("model_type", _DEFAULT_TEXT[config["model_type"]])
+    if isinstance(family, str):
+        family = _TEXT_FAMILY.get(family, family)
+    if not isinstance(family, str) or family in MODEL_TYPES:
+        raise ModelError("config.json: text_config is missing, or names no model of text")
+    text["model_type"] = family
     if config.get("tie_word_embeddings"):
         text["tie_word_embeddings"] = True
     for name in ("sliding_window", "attention_chunk_size"):  # null means none there

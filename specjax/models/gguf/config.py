@@ -254,7 +254,8 @@ def _with_llama3_rope(config: dict[str, Any], cfg: ModelConfig, factors: np.ndar
     """
     scaling = _LLAMA3 | {"factor": float(factors.max())}
     scaled = from_hf(config | {"rope_scaling": scaling})
-    assert cfg.rope is not None and scaled.rope is not None, "every Llama has a rope"
+    if cfg.rope is None or scaled.rope is None:
+        raise ModelError(f"tensor {ROPE_FACTORS}: a model without rope has no use for it")
     plain, _ = rope_frequencies(cfg.rope, cfg.head_dim)
     stretched, _ = rope_frequencies(scaled.rope, cfg.head_dim)
     fits = factors.shape == plain.shape and math.isfinite(scaling["factor"])

@@ -12,6 +12,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable, Collection, Container
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +188,9 @@ def from_tensors(
         tensor = read(name, stored.shape(place.shape))
         if is_quantized(tensor):  # its outputs come first, however the file stores it
             if stored.sizes:
-                tensor = tensor.by_output(stored._replace(transposed=False).take)
+                take = stored._replace(transposed=False, stacked=False).take
+                rearrange = methodcaller("by_output", take)
+                tensor = jax.vmap(rearrange)(tensor) if stored.stacked else rearrange(tensor)
             return cast_params(dtype, tensor)
         return converted(stored.take(tensor), axes)
 
@@ -283,6 +286,8 @@ class _QuantizedReader:
         """
         parts = self.parts[file_name]
         is_transposed = name in self.transposed
+        if len(shape) == 3:
+            return self._read_experts(parts, shape, is_transposed)
         if is_transposed and not self.quantizer.stores_inputs_first:
             raise parts.fail(f"{self.quantizer.method} of weights [in, out] is not read")
         outputs, inputs = shape[::-1] if is_transposed else shape
@@ -294,6 +299,16 @@ class _QuantizedReader:
         elif is_quantized(weight):
             weight = np.asarray(weight.dense(jnp.float32))
         return weight.T if is_transposed else weight
+
+    def _read_experts(self, parts: StoredParts, shape: tuple[int, ...], is_transposed: bool) -> Any:
+        """As :meth:`read`, all experts' weights, whose axis comes first."""
+        count, *single = shape
+        outputs, inputs = single[::-1] if is_transposed else single
+        experts = self.quantizer.read_experts(parts, (count, outputs, inputs))
+        if self.keep:
+            return jax.tree.map(lambda *leaves: jnp.stack(leaves), *experts)
+        dense = np.stack([np.asarray(expert.dense(jnp.float32)) for expert in experts])
+        return dense.swapaxes(1, 2) if is_transposed else dense
 
     def warn_of_widened(self, directory: Path, dtype: jnp.dtype) -> None:
         """Warns in one line if weights were widened that were to be kept."""

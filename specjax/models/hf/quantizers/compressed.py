@@ -67,7 +67,7 @@ class Entry:
         Raises:
           ModelError: a setting is not read.
         """
-        if form not in FORMATS:
+        if not isinstance(form, str) or form not in FORMATS:
             raise refuse_setting("format", form, ", ".join(FORMATS))
         bits = setting(weights, "num_bits", whole(1, 32), 8)
         if bits not in FORMATS[form]:
@@ -76,8 +76,10 @@ class Entry:
         group = weights.get("group_size")
         strategy = weights.get("strategy")
         if strategy is None:
-            strategy = {None: "tensor", -1: "channel"}.get(group, "group")
-        if strategy not in STRATEGIES:
+            strategy = "group"
+            if group is None or group == -1:
+                strategy = "tensor" if group is None else "channel"
+        if not isinstance(strategy, str) or strategy not in STRATEGIES:
             raise refuse_setting("strategy", strategy, ", ".join(STRATEGIES))
         if strategy in ("group", "tensor_group"):
             require(HOLDER, "group_size", group, whole(2, 1 << 20), ModelError)

@@ -108,7 +108,10 @@ class FP8(Quantizer):
 
 @dataclasses.dataclass(frozen=True)
 class MXFP4(Quantizer):
-    """Blocks ``uint8 [O, G, 16]`` of two codes each, and scales ``uint8 [O, G]``."""
+    """Blocks ``uint8 [O, G, 16]`` of two codes each, and scales ``uint8 [O, G]``.
+
+    gpt-oss has both for all experts at once, ``[E, O, …]``.
+    """
 
     codes = ("weight_blocks", "blocks")
     others = ("weight_scales", "scales")
@@ -119,14 +122,25 @@ class MXFP4(Quantizer):
         return cls("mxfp4", 4, MX_GROUP)
 
     def read(self, parts: StoredParts, shape: tuple[int, int]) -> Grouped:
-        outputs, inputs = shape
+        pairs, exponents = self._read_tensors(parts, shape)
+        return shared_exponents(parts, pairs, exponents)
+
+    def read_experts(self, parts: StoredParts, shape: tuple[int, int, int]) -> list[Grouped]:
+        experts = zip(*self._read_tensors(parts, shape), strict=True)
+        return [shared_exponents(parts, pairs, exponents) for pairs, exponents in experts]
+
+    def _read_tensors(
+        self, parts: StoredParts, shape: tuple[int, ...]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Pairs of codes ``uint8 [..., O, I/2]``, and exponents ``uint8 [..., O, I/32]``."""
+        *rest, inputs = shape
         prefix = "weight_" if "weight_blocks" in parts else ""
         if inputs % MX_GROUP:
             raise parts.fail(f"{inputs} inputs are not divided by groups of {MX_GROUP}")
         groups = inputs // MX_GROUP
-        pairs = parts.read(f"{prefix}blocks", (outputs, groups, MX_GROUP // 2), ("U8",))
-        exponents = parts.read(f"{prefix}scales", (outputs, groups), ("U8",))
-        return shared_exponents(parts, pairs.reshape(outputs, -1), exponents)
+        pairs = parts.read(f"{prefix}blocks", (*rest, groups, MX_GROUP // 2), ("U8",))
+        exponents = parts.read(f"{prefix}scales", (*rest, groups), ("U8",))
+        return pairs.reshape(*rest, inputs // 2), exponents
 
 
 def shared_exponents(parts: StoredParts, pairs: np.ndarray, exponents: np.ndarray) -> Grouped:

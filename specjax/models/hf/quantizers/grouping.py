@@ -28,19 +28,18 @@ def group_parts(
     Returns:
       The weights, and the parts of each quantized one.
     """
-    modules: dict[str, dict[str, str]] = {}
+    by_weight: dict[str, dict[str, str]] = {}
     files = dict(weights.files)
     for name in weights.files:
-        module, part = _split(name, (*quantizer.codes, *quantizer.others))
+        weight, part = _split(name, (*quantizer.codes, *quantizer.others))
         if part:
-            modules.setdefault(module, {})[part] = name
+            by_weight.setdefault(weight, {})[part] = name
         elif _split(name, quantizer.unused)[1]:
             del files[name]
 
     grouped = {}
-    for module, parts in modules.items():
+    for weight, parts in by_weight.items():
         codes = [part for part in quantizer.codes if part in parts]
-        weight = f"{module}.{WEIGHT}"
         if not codes or not _holds_codes(weights, parts[codes[0]], codes[0]):
             continue
         if codes[0] != WEIGHT and weight in weights.files:
@@ -67,11 +66,11 @@ def zero_biases(
 
 
 def _split(name: str, parts: Collection[str]) -> tuple[str, str]:
-    """The module and the part of a tensor's name; no part: it is none of these."""
+    """The weight that a tensor belongs to, and its part of it; no part: it is none of these."""
     module, _, part = name.rpartition(".")
     if part in parts:
-        return module, part
-    # gpt-oss joins the part to the name of the weight: down_proj_blocks.
+        return f"{module}.{WEIGHT}", part
+    # gpt-oss joins the part to the name of a weight of all experts: down_proj_blocks.
     for part in ("blocks", "scales"):
         if part in parts and name.endswith(f"_{part}"):
             return name.removesuffix(f"_{part}"), part

@@ -75,6 +75,14 @@ class Quantizer:
         """
         raise NotImplementedError
 
+    def read_experts(self, parts: StoredParts, shape: tuple[int, int, int]) -> list[Any]:
+        """Each expert's weight ``[O, I]``, of the tensors ``[E, O, …]`` of all of them.
+
+        Raises:
+          ModelError: a part does not fit, or weights of all experts in one tensor are not read.
+        """
+        raise parts.fail(f"{self.method} of all experts in one tensor is not read")
+
     def for_axes(self, axes: tuple[str, ...]) -> Quantizer | None:
         """Itself for the weights that are usually quantized; None for norms, biases and tables."""
         if len(axes) < 2 or axes[0] in (TABLE_AXIS, "positions"):
