@@ -97,19 +97,20 @@ class Admission:
             variant.engine.check_sampling(sampling)
         prompts = self._prompts(body)
 
-        max_tokens = _max_tokens(body)
-        if body.min_tokens and max_tokens is not None and body.min_tokens > max_tokens:
-            with naming("min_tokens"):
-                raise OptionError(f"min_tokens={body.min_tokens}: at most max_tokens={max_tokens}")
-        budgets = [self._budget(variant.engine, len(prompt), max_tokens) for prompt in prompts]
+        budgets = self._budgets(body, variant.engine, prompts)
         seed = body.whole_seed
         if seed is None:
             seed = secrets.randbelow(SEED_MAX + 1)
-        submission = Submission(
+        samples = body.n or 1
+        size = len(prompts) * samples
+        if size > self.max_rows:
+            with naming("n"):
+                raise OptionError(f"{size} completions at once: at most {self.max_rows}")
+        return Submission(
             variant,
             prompts,
             budgets,
-            body.n or 1,
+            samples,
             seed,
             sampling,
             body.stops,
@@ -118,10 +119,6 @@ class Admission:
             client=client,
             body=body,
         )
-        if submission.size > self.max_rows:
-            with naming("n"):
-                raise OptionError(f"{submission.size} completions at once: at most {self.max_rows}")
-        return submission
 
     def _sampling(self, body: Body) -> Sampling:
         """A request's sampling: its own values, else the server's."""
@@ -241,14 +238,27 @@ class Admission:
             raise TooLong(f"{field} has {len(prompt)} tokens: at most {self.bounds.prompt}")
         return encode_prompt(self.target, prompt, field)
 
-    def _budget(self, engine: Engine, length: int, max_tokens: int | None) -> int:
-        """How many new tokens a prompt of ``length`` tokens gets; None: as many as limits allow."""
+    def _budgets(self, body: Body, engine: Engine, prompts: list[np.ndarray]) -> list[int]:
+        """How many new tokens each prompt gets."""
+        max_tokens = _max_tokens(body)
+        most = DEFAULT_MAX_TOKENS if isinstance(body, CompletionBody) else self.max_output
+        allowed = most if max_tokens is None else max_tokens
+        if body.min_tokens and body.min_tokens > allowed:
+            with naming("min_tokens"):
+                raise OptionError(f"min_tokens={body.min_tokens}: at most max_tokens={allowed}")
+        return [self._budget(engine, len(prompt), max_tokens, most) for prompt in prompts]
+
+    def _budget(self, engine: Engine, length: int, max_tokens: int | None, most: int) -> int:
+        """How many new tokens a prompt of ``length`` tokens gets.
+
+        If ``max_tokens`` is None, it is as many as limits allow, and at most ``most``.
+        """
         context = self.target.config.max_position
         shortest = context
         if engine.draft:
             shortest = min(context, engine.draft.config.max_position)
         if max_tokens is None:
-            max_tokens = max(1, min(self.max_output, shortest - length))
+            max_tokens = max(1, min(most, self.max_output, shortest - length))
 
         with naming("max_tokens"):
             if max_tokens > self.max_output:
@@ -275,9 +285,8 @@ class Admission:
         for key, value in options.items():
             if isinstance(value, list):  # the cache of engines needs values that hash
                 options[key] = tuple(value)
-        items = tuple(options.items())
         with naming("options" if body.options else "method"):
-            engine, kept = self._engine(name, items, greedy)
+            engine, kept = self._engine(name, options, greedy)
             self._check_allowed(name, engine, greedy)
         # Scores include the tokens' log-probabilities, so decoding need not compute them.
         logprobs = body.wants_logprobs and body.alternatives is None
@@ -290,20 +299,25 @@ class Admission:
         if name not in self.methods and name != self.method:
             allowed = ", ".join(sorted({self.method, *self.methods}))
             raise OptionError(f"method {name}: this server allows {allowed}")
-        defaults = tuple(self.defaults.items()) if name == self.method else ()
+        defaults = self.defaults if name == self.method else {}
         if engine.method != self._engine(name, defaults, greedy)[0].method:
             raise OptionError(
                 f"options of method {name}: this server allows only those that compile nothing new"
             )
 
-    @functools.cached_property
-    def _engine(self) -> Callable[[str, Hashable, bool], tuple[Engine, int]]:
-        """:meth:`_make_engine`, with a cache of the last results."""
-        # typed: 1, 1.0 and True are equal, but not the same option value.
-        return functools.lru_cache(MAX_ENGINES, typed=True)(self._make_engine)
-
-    def _make_engine(self, name: str, options: tuple, greedy: bool) -> tuple[Engine, int]:
+    def _engine(self, name: str, options: Mapping[str, Any], greedy: bool) -> tuple[Engine, int]:
         """The method with its options, and how many prompts its prefix cache keeps."""
+        items = tuple(options.items())
+        # 1, 1.0 and True are equal, but not the same option value. Their texts differ.
+        return self._engines(name, items, repr(items), greedy)
+
+    @functools.cached_property
+    def _engines(self) -> Callable[[str, Hashable, str, bool], tuple[Engine, int]]:
+        """:meth:`_make_engine`, with a cache of the last results."""
+        return functools.lru_cache(MAX_ENGINES)(self._make_engine)
+
+    def _make_engine(self, name: str, options: tuple, _: str, greedy: bool) -> tuple[Engine, int]:
+        """What :meth:`_engine` returns; the text of the options is there for the cache."""
         spec: MethodSpec = method(name)
         if spec.needs_reward:
             raise OptionError(f"method {name} needs a reward, and this server has none")
@@ -320,6 +334,11 @@ class Admission:
                 f"{self.size} rows: at most {self.memory / 2**30:.1f}"
             )
         return engine, self._kept_prompts(engine)
+
+    def most_bytes(self) -> int:
+        """The most bytes that the default method's slots, prefill and kept prompts can take."""
+        engine, kept = self._engine(self.method, self.defaults, False)
+        return self._needed(engine) + kept * self._bytes(engine, engine.data_parallel_size)
 
     def _needed(self, engine: Engine) -> int:
         """The most bytes of a method without kept prompts: its slots, and a prompt's prefill."""
@@ -344,12 +363,12 @@ class Admission:
 
 
 def _max_tokens(body: Body) -> int | None:
-    """The number of new tokens that a request asks for; None leaves it to the server's limits."""
+    """The number of new tokens that a request asks for; None: it does not say."""
     if isinstance(body, ChatBody):
         if body.max_completion_tokens is not None:
             return body.max_completion_tokens
         return body.max_tokens  # OpenAI's former name for it
     if body.max_tokens is None:
-        return DEFAULT_MAX_TOKENS
+        return None
     # An echo alone asks for 0, but every row decodes at least one token.
     return max(1, body.max_tokens)

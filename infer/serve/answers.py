@@ -109,11 +109,12 @@ class Answer:
                 piece.logprobs.tolist(),
                 [[]] * len(piece.tokens),
                 last=piece.finish_reason is not None,
+                text_length=None if piece.row is None else len(piece.row.text[0]),
             )
         content = self._chunk_content(number, delta)
         choice = self._choice(number, content, shown, piece.finish_reason)
         if origins is not None:
-            choice["origins"] = origins
+            choice["origins"] = [] if self._hide_completion else origins
         chunk = self._response([choice], chunk=True)
         options = self._body.stream_options
         if options and options.continuous_usage_stats:

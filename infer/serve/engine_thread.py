@@ -115,6 +115,23 @@ class Submission:
     client: Hashable = None
     body: Body | None = None
     arrived: float = dataclasses.field(default_factory=time.perf_counter)
+    _rows: list[Request] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        """Makes the requests here and not where they are queued, which all clients wait for."""
+        constraints = [{}] * len(self.prompts)
+        rows = make_rows(
+            self.variant.engine.target,
+            self.prompts,
+            constraints,
+            None,
+            self.seed,
+            self.samples,
+            self.budgets,
+            with_text=False,  # only rewards read it
+        )
+        of_submission = {"sampling": self.sampling, "stop": self.stop}
+        self._rows = [dataclasses.replace(row, **of_submission) for row in rows]
 
     @property
     def size(self) -> int:
@@ -127,19 +144,10 @@ class Submission:
 
     def requests(self, first_id: int) -> list[Request]:
         """One request per row, with ids from ``first_id``; as ``sj.generate`` makes them."""
-        target = self.variant.engine.target
-        constraints = [{}] * len(self.prompts)
-        rows = make_rows(
-            target, self.prompts, constraints, None, self.seed, self.samples, self.budgets
-        )
-
-        requests = []
-        for number, row in enumerate(rows):
-            request = dataclasses.replace(
-                row, request_id=first_id + number, sampling=self.sampling, stop=self.stop
-            )
-            requests.append(request)
-        return requests
+        return [
+            dataclasses.replace(row, request_id=first_id + number)
+            for number, row in enumerate(self._rows)
+        ]
 
 
 def request_message(submission: Submission) -> dict[str, Any]:
@@ -500,14 +508,15 @@ class EngineThread:
         if not ids:
             return
 
-        queue = self._queues[submission.variant.key]
-        with self._change:
-            waited = queue.waiting.drop(lambda request: request.request_id in ids)
-            held = [entry for entry in queue.held if entry[1].request_id not in ids]
-            waited += len(queue.held) - len(held)
-            queue.held = held
-            self._count_out(submission.client, waited)
-            queue.dropped |= ids
+        queue = self._queues.get(submission.variant.key)
+        if queue is not None:  # it may be gone while the last rows are being scored
+            with self._change:
+                waited = queue.waiting.drop(lambda request: request.request_id in ids)
+                held = [entry for entry in queue.held if entry[1].request_id not in ids]
+                waited += len(queue.held) - len(held)
+                queue.held = held
+                self._count_out(submission.client, waited)
+                queue.dropped |= ids
         for request_id in ids:
             del self._owners[request_id]
         self._hosts.note("cancel", requests=sorted(ids))

@@ -40,16 +40,16 @@ def limited_memory() -> Iterator[None]:
 
 def _watch(ended: threading.Event) -> None:
     """Gives freed memory back when the process has grown, and regularly."""
-    low = _resident()
+    low = resident()
     last = time.monotonic()
     while not ended.wait(SECONDS):
-        if _resident() > low + GROWTH or time.monotonic() > last + REGULARLY:
+        if resident() > low + GROWTH or time.monotonic() > last + REGULARLY:
             return_memory()
-            low = _resident()
+            low = resident()
             last = time.monotonic()
 
 
-def _resident() -> int:
-    """Bytes of the process in memory."""
+def resident() -> int:
+    """Bytes of this process in memory, from Linux's ``/proc``."""
     with open(STATM) as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

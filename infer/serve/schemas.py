@@ -131,6 +131,9 @@ Prompts = Annotated[
 ]
 
 
+LengthDecay = Annotated[list[float], Field(min_length=2, max_length=2)]  # a start, a factor
+
+
 class _Strict(BaseModel):
     """Refuses unknown fields, values of another type, and NaN."""
 
@@ -190,6 +193,7 @@ class SamplingFields(_Strict):
     suppress_tokens: Annotated[list[Id], Field(max_length=MAX_BIASES)] | None = None
     bad_words: Annotated[list[StopText], Field(max_length=MAX_WORDS)] | None = None
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
+    exponential_decay_length_penalty: LengthDecay | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[Id], Field(max_length=MAX_STOPS)] | None = None
 
@@ -352,7 +356,7 @@ def _check_part(value: Any) -> Part:
     if not isinstance(kind, str) or not isinstance(value.get(fields[kind]), str):
         expected = 'expected {"type": "text", "text": "…"}'
         raise PydanticCustomError("no_such_kind", expected)
-    return Part(type=kind, text=value[fields[kind]])
+    return Part(type=kind, **{fields[kind]: value[fields[kind]]})
 
 
 _PART_SCHEMA = {

@@ -14,7 +14,9 @@ import queue
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import uvicorn
@@ -46,6 +48,7 @@ BATCH_MEMORY = 0.5  # share of the device's memory for the rows of all methods
 # Connections that the system keeps until they are accepted, and that are accepted at a time.
 BACKLOG = 128
 SWITCH_SECONDS = 0.0005
+COMPUTING_NICE = 5  # what the threads that compute are nicer by than those that answer
 GARBAGE = (10_000, 20, 50)  # new objects, and collections of each age until one of the next
 
 
@@ -79,6 +82,7 @@ def serve(args: argparse.Namespace) -> int:
             return stack.enter_context(_listening_socket(args.host, args.port))
 
         listener = processes.raise_everywhere(listen)
+        _start_computing_threads()
         use_compilation_cache()
         want_draft = spec is None or spec.needs_draft
         target, draft = processes.raise_everywhere(lambda: load_models(args, want_draft, args.mesh))
@@ -110,6 +114,24 @@ def _join(args: argparse.Namespace) -> None:
     job = f"--name {args.name or _shown_name(args.target)}"
     place = str(args.distributed)
     processes.join(place, "infer.serve", OTHERS_DIED, job, args.meeting_timeout)
+
+
+def _start_computing_threads() -> None:
+    """Starts JAX's threads, which compute and compile, with a lower priority than Python's.
+
+    Where all cores compute, the thread that has Python's lock would wait for one, and every answer
+    with it. On Linux a thread begins with the priority of the one that starts it.
+    """
+
+    def start() -> None:
+        if sys.platform == "linux":
+            number = threading.get_native_id()
+            nice = os.getpriority(os.PRIO_PROCESS, number) + COMPUTING_NICE
+            os.setpriority(os.PRIO_PROCESS, number, min(nice, 19))
+        jax.local_devices()
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(start).result()
 
 
 def _check_agreement(args: argparse.Namespace, target: LM, draft: LM | None) -> None:
@@ -249,7 +271,7 @@ def _decode_one(admission: Admission, engine: EngineThread) -> Submission:
     """
     pieces: queue.Queue = queue.Queue()
     token = next(iter(admission.target.eos_ids), 0)
-    body = CompletionBody(prompt=[token], max_tokens=2)
+    body = CompletionBody(prompt=[token], max_tokens=min(2, admission.max_output))
     submission = admission.make_submission(body, lambda number, piece: pieces.put(piece))
     engine.submit(submission)
     while True:

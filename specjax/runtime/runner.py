@@ -69,7 +69,7 @@ class BatchRunner:
         self._inputs: Inputs | None = None  # what rounds read; None until the first request runs
         self._capacities_run: set[int] = set()  # buckets whose rounds have been compiled
         # Places in grammars, by the request's identity.
-        self._places: dict[int, GrammarProgress] = {}
+        self._places: dict[int, tuple[Request, GrammarProgress]] = {}
         self._grammars = GrammarStack()  # those that are tables
         # Relative seconds of a round per draft form, if the draft length follows costs. None:
         # not measured yet; empty: the method has fixed lengths.
@@ -277,18 +277,19 @@ class BatchRunner:
 
     def _grammar_places(self, requests: Sequence[Request | None]) -> list[GrammarProgress | None]:
         """Where each request is in its grammar; None: it has none that needs the host."""
-        places: dict[int, GrammarProgress] = {}
+        places: dict[int, tuple[Request, GrammarProgress]] = {}
         by_slot: list[GrammarProgress | None] = []
         for request in requests:
             place = None
             if request is not None:
                 sampling = self._sampling_of(request)
-                place = self._places.get(id(request))
+                _, place = self._places.get(id(request), (None, None))
                 is_new = place is None and bool(sampling.grammar)
                 if is_new and self._engine.automaton(sampling) is None:
                     place = GrammarProgress(self._engine.matcher(sampling), len(request.tokens))
-            if place is not None:
-                places[id(request)] = place
+            if request is not None and place is not None:
+                # The request is kept with it, so that no other one gets its id.
+                places[id(request)] = request, place
             by_slot.append(place)
         self._places = places  # those of requests that have ended are dropped
         return by_slot

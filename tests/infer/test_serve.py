@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -21,10 +22,12 @@ import openai
 import pytest
 
 import specjax as sj
-from infer.serve import bodies, commands
+from infer import scoring
+from infer.serve import bodies, commands, engine_thread
 from infer.serve.admission import MAX_ROUND_TOKENS
 from infer.serve.engine_thread import VariantQueue
 from infer.serve.schemas import CompletionBody
+from infer.serve.server import _decode_one
 from specjax._util.errors import OptionError
 from support.serving import TIMEOUT, Running, openai_client, served_models, serving, until
 from support.tools import load
@@ -144,6 +147,53 @@ def test_a_row_that_is_scored_can_leave(server):
     server.engine.cancel(submission)
     until(lambda: not server.engine._owners and not server.engine._scorings)
     assert server.complete(prompt=TEXT, max_tokens=1)["choices"]
+
+
+def test_a_scored_row_can_leave_after_its_scheduler(models, monkeypatch):
+    """With one scheduler, a request of another method closes that of a row that is being scored."""
+    began, may_end = threading.Event(), threading.Event()
+    passes = scoring.passes
+
+    def slow_passes(*given):
+        began.set()
+        may_end.wait(TIMEOUT)
+        yield from passes(*given)
+
+    monkeypatch.setattr(scoring, "passes", slow_passes)
+    with serving(*models, *LIMITS, "--max-methods", "1") as server:
+        gone = open_request(server, n=1, max_tokens=2, logprobs=2)
+        assert began.wait(TIMEOUT)
+        server.complete(prompt=TEXT, method="lookup", max_tokens=2)
+        gone.close()
+        until(lambda: server.engine.num_running == 0)
+        may_end.set()
+        assert server.complete(prompt=TEXT, max_tokens=2)["choices"]
+
+
+def test_requests_are_made_before_they_are_queued(server, monkeypatch):
+    """Whoever queues a request holds a lock that every other client needs."""
+    ended = threading.Event()
+    body = CompletionBody(prompt=TEXT, max_tokens=2, n=3)
+    submission = server.admission.make_submission(body, lambda *_: ended.set())
+    monkeypatch.setattr(engine_thread, "make_rows", None)
+    server.engine.submit(submission)
+    assert ended.wait(TIMEOUT)
+
+
+def test_values_that_are_equal_are_checked_one_by_one(server):
+    """1 and True are equal, and only one of them is a number of tokens."""
+    assert server.complete(prompt=TEXT, max_tokens=1, options={"gamma": 1})["choices"]
+    body = {"prompt": TEXT, "max_tokens": 1, "options": {"gamma": True}}
+    status, answer, _ = server.ask("POST", "/v1/completions", body)
+    assert status == 400 and "gamma" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("most", [1, 8])
+def test_a_small_output_limit_holds_for_requests_that_name_none(models, most):
+    with serving(*models, *LIMITS, "--max-output", str(most)) as server:
+        _decode_one(server.admission, server.engine)
+        usage = server.complete(prompt=TEXT, ignore_eos=True)["usage"]
+        assert usage["completion_tokens"] == most
 
 
 def test_a_method_keeps_as_many_prompts_as_memory_allows(server):
@@ -292,6 +342,26 @@ def test_a_stream_is_the_answer_in_pieces(server, client):
         assert "".join(text for text, _ in choice["origins"]) == choice["text"]
         authors |= {author for _, author in runs}
     assert authors == {"draft", "target"}
+
+
+def test_a_stop_text_cuts_the_log_probabilities_of_a_stream_too(server, client):
+    body = {"prompt": TEXT, "temperature": 0, "max_tokens": 40, "logprobs": 0}
+    text = server.complete(**body)["choices"][0]["text"]
+    body["stop"] = [text[len(text) // 2]]
+    (whole,) = server.complete(**body)["choices"]
+    chunks = client.completions.create(model="tiny", stream=True, **body)
+    found = [chunk.choices[0].logprobs for chunk in chunks]
+    tokens = [token for logprobs in found if logprobs for token in logprobs.tokens]
+    assert tokens == whole["logprobs"]["tokens"] and "".join(tokens) == whole["text"]
+
+
+def test_a_stream_without_new_tokens_has_no_origins(server):
+    body = {"prompt": TEXT, "max_tokens": 0, "echo": True, "stream": True, "origins": True}
+    _, page, _ = server.ask("POST", "/v1/completions", body)
+    lines = [line for line in page.decode().splitlines() if line.startswith("data: {")]
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert all(choice["origins"] == [] for chunk in chunks for choice in chunk["choices"])
+    assert any(chunk["choices"] for chunk in chunks)
 
 
 def test_chats_go_through_the_template(server, client):

@@ -400,9 +400,9 @@ with memory.limited_memory():
     del blocks[::2], blocks[::3]  # what stays is everywhere in the heap
     blocks = blocks[::100]
     ends = time.monotonic() + 20
-    while memory._resident() > 100 * 2**20 and time.monotonic() < ends:
+    while memory.resident() > 100 * 2**20 and time.monotonic() < ends:
         time.sleep(0.05)
-    print(memory._resident() >> 20)
+    print(memory.resident() >> 20)
 """
 
 

@@ -27,6 +27,16 @@ BODIES = (
     ChatBody.model_validate(
         {"messages": [{"role": "user", "content": "a ü"}], "max_tokens": 7, "top_p": 0.5}
     ),
+    ChatBody.model_validate(
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "a"}]},
+                {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+                {"role": "user", "content": "b"},
+            ],
+            "max_tokens": 3,
+        }
+    ),
     CompletionBody(prompt="class A:", max_tokens=20, method="specinfer", temperature=1.0),
 )
 

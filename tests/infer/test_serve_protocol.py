@@ -42,6 +42,7 @@ SETTINGS = {
     "bad_words": (["import"], [""], "at least 1 character"),
     "ignore_eos": (True, 1, "true or false"),
     "no_repeat_ngram_size": (2, -1, "at least 0"),
+    "exponential_decay_length_penalty": ([1, 1.1], [1], "at least 2"),
 }
 HARMLESS = {
     "store": True,

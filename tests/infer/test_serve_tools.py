@@ -50,6 +50,27 @@ def client(server):
     return openai_client(server)
 
 
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ({"properties": ["way"]}, "parameters.properties: expected an object"),
+        ({"properties": {}, "required": 3}, "parameters.required: expected a list of names"),
+        ({"properties": {"way": {"enum": 5}}}, "parameters.properties.way.enum: expected a list"),
+    ],
+)
+def test_a_schema_of_other_types_is_refused(server, schema, says):
+    tool = {"type": "function", "function": {"name": "move", "parameters": schema}}
+    status, answer, _ = server.ask("POST", "/v1/chat/completions", ASKED | {"tools": [tool]})
+    assert status == 400 and says in answer["error"]["message"]
+
+
+def test_arguments_that_nest_too_deep_are_a_text(server):
+    call = {"id": "a", "type": "function", "function": {"name": "move", "arguments": "[" * 10**5}}
+    messages = [USER, {"role": "assistant", "tool_calls": [call]}]
+    status, answer, _ = server.ask("POST", "/v1/chat/completions", ASKED | {"messages": messages})
+    assert status == 400 and "at most" in answer["error"]["message"]
+
+
 def check_calls(calls):
     """The names of an answer's calls, which must fit their schemas."""
     assert len({call.id for call in calls}) == len(calls) > 0

@@ -43,7 +43,7 @@ class Running:
     """A server that answers requests, and its parts."""
 
     target: sj.LM
-    draft: sj.LM
+    draft: sj.LM | None
     engine: EngineThread
     admission: Admission
     port: int
@@ -111,7 +111,7 @@ def answering(server: Server, max_connections: int = 1024, proxy_headers: bool =
 
 
 @contextlib.contextmanager
-def serving(target: sj.LM, draft: sj.LM, *arguments: str, keys=()):
+def serving(target: sj.LM, draft: sj.LM | None, *arguments: str, keys=()):
     """A server of these models; ``arguments`` are the command line's."""
     args = parser().parse_args(["--name", "tiny", *arguments])
     with (

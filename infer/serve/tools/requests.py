@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from infer.serve.refusals import naming
 from infer.serve.schemas import ChatBody, NamedTool
 from infer.serve.tools.families import ToolFamily
@@ -21,6 +24,8 @@ def check_tools(body: ChatBody) -> None:
         for number, name in enumerate(names):
             if name in names[:number]:
                 raise OptionError(f"tools[{number}].function.name={name!r}: expected another name")
+        for number, tool in enumerate(body.tools or ()):
+            _check_schema(f"tools[{number}].function.parameters", tool.function.parameters or {})
         if names and body.structured_outputs:
             raise OptionError("tools and structured_outputs: expected one of them")
     choice = body.tool_choice
@@ -34,6 +39,22 @@ def check_tools(body: ChatBody) -> None:
                 f"tool_choice.function.name={choice.function.name!r}: "
                 f"expected one of {', '.join(names)}"
             )
+
+
+def _check_schema(name: str, schema: Mapping[str, Any]) -> None:
+    """Refuses a function's schema whose fields have other types than JSON schema gives them.
+
+    Raises:
+      OptionError: names the field.
+    """
+    properties = schema.get("properties", {})
+    if not isinstance(properties, dict):
+        raise OptionError(f"{name}.properties: expected an object")
+    if not isinstance(schema.get("required", []), list):
+        raise OptionError(f"{name}.required: expected a list of names")
+    for key, value in properties.items():
+        if isinstance(value, dict) and not isinstance(value.get("enum", []), list):
+            raise OptionError(f"{name}.properties.{key}.enum: expected a list")
 
 
 def grammar_of_calls(body: ChatBody, family: ToolFamily, tokenizer: Tokenizer) -> str:
