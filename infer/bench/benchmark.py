@@ -121,7 +121,8 @@ def make_report(args: argparse.Namespace, directory: Path | None = None) -> dict
     beside = [read_beside(directory, sweep) for directory in args.beside]
     meter = find_meter(jax.default_backend())
     with open_models(args) as models:
-        cases = make_cases(args, models.draft is not None, models.target.tokenizer)
+        target = models.target
+        cases = make_cases(args, models.draft is not None, target.tokenizer, target.mesh)
         questions, skipped = _read_questions(args, models, cases)
         # What a metric cannot measure is refused before the long part begins.
         for metric in metrics:

@@ -11,11 +11,14 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jax.sharding import Mesh
+
 import specjax as sj
 from infer.bench.commands import DEFAULT
 from infer.cli import check_grid
 from infer.sampling_options import given_settings
 from specjax._util.errors import OptionError
+from specjax.core.mesh import round_up
 from specjax.registry import METHODS, MethodSpec, method
 from specjax.text.tokenizer import Tokenizer
 
@@ -44,9 +47,14 @@ class Case:
 
 
 def make_cases(
-    args: argparse.Namespace, has_draft: bool, tokenizer: Tokenizer | None = None
+    args: argparse.Namespace,
+    has_draft: bool,
+    tokenizer: Tokenizer | None = None,
+    mesh: Mesh | None = None,
 ) -> list[Case]:
     """Every method × sampling × batch size; plain decoding always comes first.
+
+    On a mesh batch sizes are rounded up, because each of its devices has as many rows.
 
     Raises:
       OptionError: no such method or option.
@@ -71,9 +79,12 @@ def make_cases(
         for values in itertools.product(*(sweeps[option] for option in swept)):
             options = spec.resolve(given | dict(zip(swept, values, strict=True)))
             runs.append((spec.name, options, swept))
+    sizes = args.batch_size
+    if mesh is not None:
+        sizes = dict.fromkeys(round_up(size, mesh) for size in sizes)
     return [
         Case(name, options, sampling, size, swept)
-        for size in args.batch_size
+        for size in sizes
         for sampling in samplings
         for name, options, swept in runs
     ]

@@ -41,7 +41,9 @@ def compare_with_plain(
       tokens: the prompt.
       arguments: those of ``sj.generate`` for the method.
     """
-    plain_arguments = {**arguments, "method": "autoregressive", "draft": None, "options": {}}
+    plain = {"method": "autoregressive", "draft": None, "options": {}}
+    plain |= {"drafter": None, "rule": None, "target_dist": "warped"}
+    plain_arguments = {**arguments, **plain}
 
     def decode(arguments: Mapping[str, Any]) -> tuple[float, sj.Generation]:
         run = sj.generate(target, [tokens], batch_size=1, **arguments)

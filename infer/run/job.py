@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -243,7 +243,7 @@ class Job:
         screen: Screen | None = None
         shown_row: int | None = None
         with contextlib.closing(WaitMessage(compiles)) as message:
-            for piece in pieces:
+            for piece in _row_after_row(pieces):
                 message.close()
                 if piece.generation is not None:  # the last piece
                     screen.summary(piece.generation, self.method)
@@ -436,6 +436,25 @@ def _sampling(args: argparse.Namespace, spec: MethodSpec, target: sj.LM) -> sj.S
     if spec.needs_reward and given["temperature"] is None:
         given["temperature"] = 0.0
     return sj.Sampling(**chosen_sampling("infer.run", args, target, spec, given))
+
+
+def _row_after_row(pieces: Iterable[sj.Piece]) -> Iterator[sj.Piece]:
+    """The pieces of one row, then those of the next. On a mesh several rows run at a time."""
+    waiting: dict[int, list[sj.Piece]] = {}
+    shown: int | None = None
+    for piece in pieces:
+        if piece.generation is not None:  # all rows have ended
+            yield piece
+            return
+        waiting.setdefault(piece.index, []).append(piece)
+        while waiting:
+            if shown is None:
+                shown = next(iter(waiting))
+            own = waiting.pop(shown, [])
+            yield from own
+            if not own or own[-1].row is None:  # the shown row goes on
+                break
+            shown = None
 
 
 def _reward(args: argparse.Namespace, spec: MethodSpec) -> Combined | None:

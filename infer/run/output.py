@@ -37,6 +37,8 @@ RowKey = tuple[int, int]  # index of the prompt, sample
 DIGEST = "_digest"  # ends the names of digests
 PROMPT_DIGEST = "prompt" + DIGEST
 SHOWN_DIGITS = 16  # of a digest in a row
+# Settings that a row has only if they were given.
+OPTIONAL = ("reward", "suffix", "truncate", "quantize", "cache_dtype", "dataset")
 # How a row begins: with its id between these.
 BEFORE_ID = '{"id": '
 AFTER_ID = ', "index": '
@@ -173,6 +175,12 @@ class Output:
                 f"--out {file}: was written with {name}={quoted(entry[name])}, this "
                 f"job has {value!r}; choose another file"
             )
+        for name in OPTIONAL:
+            if name in entry and name not in self._settings:
+                raise OptionError(
+                    f"--out {file}: was written with {name}={quoted(entry[name])}, this job has "
+                    "none; choose another file"
+                )
 
     def _check_prompt(self, file: Path, entry: dict[str, Any]) -> None:
         """Raises OptionError if a row was written for a prompt that this job does not have."""
@@ -189,15 +197,19 @@ class Output:
             )
 
     def _check_last_line(self) -> None:
-        """Raises OptionError if a last line without its end cannot be a row that was cut off."""
-        with contextlib.suppress(FileNotFoundError):
-            data = self._file.read_bytes()
-            torn = data[complete_bytes(data) :]
-            if torn and not _may_be_row(torn):
-                raise OptionError(
-                    f"--out {self._path}: its last line is no result of this program; choose "
-                    "another file"
-                )
+        """Raises OptionError if a last line without its end cannot be a row that was cut off.
+
+        A job that is split appends to its part, and replaces ``--out`` at its end.
+        """
+        for file in {self._file, Path(os.path.realpath(self._path))}:
+            with contextlib.suppress(FileNotFoundError):
+                data = file.read_bytes()
+                torn = data[complete_bytes(data) :]
+                if torn and not _may_be_row(torn):
+                    raise OptionError(
+                        f"--out {file}: its last line is no result of this program; choose "
+                        "another file"
+                    )
 
     def append(self, entry: dict[str, Any]) -> None:
         """Writes one row and returns once it is on disk.

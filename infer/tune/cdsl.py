@@ -39,6 +39,7 @@ from specjax._util.files import locked, write_text
 from specjax.core.sampling import Sampling
 from specjax.registry import method
 from specjax.rewards import PRODUCT, Combined, combine
+from specjax.runtime.generate import num_slots
 from specjax.search.cdsl import HARD, RATIO
 
 FASTEST = 10  # how many of the fastest points compete by satisfaction
@@ -292,9 +293,10 @@ def _settings(args: argparse.Namespace) -> tuple[TuneSetting, TuneSetting | None
     _, c = costs(target, draft, (1,))
 
     def setting(prompts: Sequence[Prompt], batch_size: int) -> TuneSetting:
+        slots = num_slots(target, batch_size, batch_size)
         budget = args.max_new_tokens
         stop = stops(args, prompts)
-        return TuneSetting(target, draft, reward, prompts, budget, batch_size, args.seed, stop, c)
+        return TuneSetting(target, draft, reward, prompts, budget, slots, args.seed, stop, c)
 
     on_test = setting(test, args.test_batch_size) if test else None
     return setting(validation, args.batch_size), on_test

@@ -25,6 +25,7 @@ from specjax._util.errors import OptionError
 from specjax._util.files import locked, write_text
 from specjax.core.sampling import Sampling
 from specjax.registry import METHODS, method
+from specjax.runtime.generate import num_slots
 
 LOWER_IS_BETTER = ("perplexity", "perplexity_of_rows")
 
@@ -59,9 +60,10 @@ def _tune(args: argparse.Namespace, directory: Path) -> int:
     _, c = costs(target, draft, (1,))
 
     def setting(prompts: list[Prompt], batch_size: int) -> TuneSetting:
+        slots = num_slots(target, batch_size, batch_size)
         stop = stops(args, prompts)
         budget = args.max_new_tokens
-        return TuneSetting(target, draft, None, prompts, budget, batch_size, args.seed, stop, c)
+        return TuneSetting(target, draft, None, prompts, budget, slots, args.seed, stop, c)
 
     validation = setting(validation_prompts, args.batch_size)
     rows = MeasuredRows(directory / "grid.jsonl", args)

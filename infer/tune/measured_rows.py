@@ -32,6 +32,8 @@ SHARED = (
     "top_k",
     "top_p",
 )
+# As these, where they are given: rows of older versions are of none of them.
+OPTIONAL = ("quantize", "cache_dtype", "base", "pass_width")
 ON_VALIDATION = ("validation", "batch_size")
 ON_TEST = ("test", "test_batch_size")
 
@@ -89,4 +91,5 @@ class MeasuredRows:
     def _job(self, kind: str) -> dict[str, Any]:
         """The arguments that a row of this kind depends on."""
         names = (*SHARED, *(ON_TEST if kind == "test" else ON_VALIDATION))
-        return {name: getattr(self._args, name) for name in names}
+        given = [name for name in OPTIONAL if getattr(self._args, name) is not None]
+        return {name: getattr(self._args, name) for name in (*names, *given)}

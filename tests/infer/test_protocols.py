@@ -85,6 +85,14 @@ def test_sweeps_make_a_grid():
     ]
 
 
+def test_batch_sizes_are_those_of_all_devices_of_a_mesh():
+    """At batch size 1 a row's prefill is told apart, and with two rows at a time it is not."""
+    args = bench.parser().parse_args(["--methods", "lookup", "--batch-size", "1,2,3"])
+    cases = make_cases(args, False, mesh=types.SimpleNamespace(shape={"data": 2}))
+    assert {case.batch_size for case in cases} == {2, 4}
+    assert len(cases) == len(set(map(repr, cases)))
+
+
 def test_the_fastest_point_within_the_bound_is_chosen():
     def row(cost, perplexity, rouge_l=None):
         return {"cost": cost, "perplexity": perplexity, "rouge_l": rouge_l}

@@ -14,6 +14,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import numpy as np
@@ -25,8 +27,8 @@ from safetensors.numpy import load_file, save_file
 import specjax as sj
 from infer.loading import use_compilation_cache
 from infer.prompts import PromptEncoder, read_prompts
+from infer.run import beside_plain, demo, job
 from infer.run import commands as program
-from infer.run import demo, job
 from infer.run.beside_plain import Comparison
 from infer.run.output import Output
 from infer.run.screen import DRAFTED, WRITTEN, Screen, printable
@@ -1011,6 +1013,33 @@ def test_compare_shows_two_bars_as_long_as_the_speeds(pair, monkeypatch):
     assert re.fullmatch(rf"speculative +60 tokens/s +{'━' * 40}", method)
     assert re.fullmatch(rf"plain decoding +40 tokens/s +{'━' * 27}", plain)
     assert ratio == "1.50 times as fast as plain decoding, the same tokens"
+
+
+def test_parts_that_are_named_stand_beside_plain_decoding(pair):
+    """And not beside themselves: plain decoding has one token a pass."""
+    parts = ["--drafter", "lookup", "--rule", "match", "--set", "gamma=3"]
+    args = program.arguments([*pair, "--prompt", "def f(", *parts])
+    made = job.make_job(args)
+    runs = []
+
+    def generate(*given, **named):
+        runs.append(sj.generate(*given, **named))
+        return runs[-1]
+
+    with mock.patch.object(beside_plain, "sj", SimpleNamespace(generate=generate)):
+        beside_plain.compare_with_plain(made.target, [5, 6, 7] * 4, made.arguments)
+    by_parts, plain = runs[:2]
+    assert by_parts.stats["drafted"].sum() > 0 == plain.stats["drafted"].sum()
+
+
+def test_rows_are_shown_one_after_the_other():
+    """On a mesh several run at a time, and end in any order."""
+    order = [(0, ""), (1, ""), (2, ""), (1, "end"), (0, ""), (0, "end"), (2, ""), (2, "end")]
+    pieces = [SimpleNamespace(index=i, row=row or None, generation=None) for i, row in order]
+    last = SimpleNamespace(index=2, row=None, generation="all")
+    shown = list(job._row_after_row([*pieces, last]))
+    assert [piece.index for piece in shown] == [0, 0, 0, 1, 1, 2, 2, 2, 2] and shown[-1] is last
+    assert sorted(map(id, shown)) == sorted(map(id, [*pieces, last]))
 
 
 def test_compare_is_of_one_prompt_on_the_screen(pair, capsys):

@@ -12,6 +12,8 @@ import pytest
 import infer.run.output as output
 from infer.formats import json_objects
 from infer.run import commands as program
+from specjax._util.errors import OptionError
+from specjax._util.program import Place
 from specjax.models import load_pretrained, save_pretrained
 from support.running import run_main
 from support.training import ROOT
@@ -71,6 +73,23 @@ def test_a_file_of_another_dtype_or_form_is_not_resumed(
     out = tmp_path / "out.jsonl"
     assert run(capsys, *pair, "--prompts", prompts, "--out", out)[0] == 0
     code, _, err = run(capsys, *pair, "--prompts", prompts, "--out", out, *more)
+    assert code == 2 and says in one_line(err)
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--quantize", "int8"], "was written with quantize='int8', this job has none"),
+        (["--cache-dtype", "int8"], "was written with cache_dtype='int8', this job has none"),
+        (["--reward", "python"], "was written with reward=['python'], this job has none"),
+    ],
+)
+def test_a_file_of_settings_that_are_left_out_now_is_not_resumed(
+    pair, prompts, tmp_path, capsys, more, says
+):
+    out = tmp_path / "out.jsonl"
+    assert run(capsys, *pair, "--prompts", prompts, "--out", out, *more)[0] == 0
+    code, _, err = run(capsys, *pair, "--prompts", prompts, "--out", out)
     assert code == 2 and says in one_line(err)
 
 
@@ -138,6 +157,16 @@ def test_a_file_without_a_final_line_end_is_left_alone(pair, prompts, tmp_path, 
     code, shown, err = run(capsys, *pair, "--prompts", prompts, "--out", out)
     assert (code, shown, out.read_text()) == (2, "", content)
     assert "is no result of this program; choose another file" in one_line(err)
+
+
+def test_a_part_of_a_split_job_leaves_a_foreign_file_alone(tmp_path):
+    """The processes write parts beside the file, and the last one would replace it."""
+    out = tmp_path / "mine.txt"
+    out.write_text("no line end")
+    with pytest.raises(OptionError, match="is no result of this program"):
+        output.Output(str(out), {}, {}, Place("localhost:1", count=2, index=1))
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+    assert out.read_text() == "no line end"
 
 
 def test_any_beginning_of_a_row_is_cut_off(pair, prompts, tmp_path, capsys):
