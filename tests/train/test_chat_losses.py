@@ -163,6 +163,11 @@ def test_head(rows, params, monkeypatch):
         assert found[0][row, place - 2] and found[0][row, place - 1]
 
 
+def check_rounded_alike(a, b):
+    """Equal within four units in the last place of the largest number."""
+    np.testing.assert_allclose(a, b, rtol=0, atol=4 * np.finfo(np.float32).eps * np.abs(b).max())
+
+
 def alone(row):
     """(where a conversation of a packed row stands, a row of it alone), for each."""
     assert row["segments"].max() > 1
@@ -177,18 +182,18 @@ def alone(row):
 
 
 def test_a_chat_alone_is_the_chat_in_a_packed_row(rows, params):
-    """Bit for bit in float32: the hidden states, and so each of its losses."""
+    """Its hidden states, and so each of its losses, but for the order of sums over keys."""
     run = jax.jit(lambda *arguments: hidden_states(CFG, params, *arguments).hidden)
     row = rows[0]
     packed = np.asarray(run(*(row[k][None] for k in ("tokens", "positions", "segments"))))[0]
     for here, found in alone(row):
         arguments = (found[k] for k in ("tokens", "positions", "segments"))
         hidden = np.asarray(run(*arguments))[0, : here.sum()]
-        np.testing.assert_array_equal(hidden, packed[here])
+        check_rounded_alike(hidden, packed[here])
 
 
 def test_drafts_of_a_chat_alone_are_those_in_a_packed_row(rows, params):
-    """Bit for bit in float32, in each step, wherever a token of an answer is drafted."""
+    """In each step, wherever a token of an answer is drafted, but for the order of sums."""
     head = HeadConfig.of(CFG, None, own_embedding=False, layer_ids=(0,))
     cfg, head_params = share_embedding(head, init_params(head, jax.random.key(1)), params["embed"])
     objective = HeadObjective(steps=3)
@@ -205,7 +210,7 @@ def test_drafts_of_a_chat_alone_are_those_in_a_packed_row(rows, params):
             trained = np.asarray(labels_of_step(found, k))[0] != IGNORE
             assert trained.any()
             places = np.flatnonzero(here)[trained[: here.sum()]]
-            np.testing.assert_array_equal(drafts[0][trained], packed[k - 1][0][places])
+            check_rounded_alike(drafts[0][trained], packed[k - 1][0][places])
 
 
 def objective_of(name, params):

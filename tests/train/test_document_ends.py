@@ -54,6 +54,15 @@ def test_bos_is_what_the_template_writes(tmp_path):
     assert ids.tolist() == [begin, LETTERS["a"], LETTERS["b"], ends.eos_id]
 
 
+@pytest.mark.parametrize(("template", "begins"), [("$A </s>", False), ("<s> $A </s>", True)])
+def test_a_template_may_write_the_end_too(template, begins):
+    tokenizer = letters("<s>", "</s>")
+    ids = [(token, tokenizer.token_to_id(token)) for token in ("<s>", "</s>")]
+    tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
+    bos = tokenizer.token_to_id("<s>") if begins else None
+    assert tokenizer_ends(tokenizer, "", "</s>") == (tokenizer.token_to_id("</s>"), bos)
+
+
 @pytest.mark.parametrize(
     ("special", "settings", "eos", "says"),
     [

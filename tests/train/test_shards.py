@@ -33,7 +33,7 @@ from train.data.corpus import is_held_out, load_corpus
 from train.data.encoding import Plain
 from train.data.in_memory import prepare
 from train.data.loader import make_loader, valid_batches
-from train.data.near_duplicates import band_keys
+from train.data.near_duplicates import band_keys, compared_tokens
 from train.data.reading import Document, Intake, TextPiece, cut, read_piece
 from train.data.shards.building import (
     load_documents,
@@ -218,6 +218,27 @@ def test_shared_bands_follow_the_curve():
         [np.array([5], np.uint16), np.array([5], np.uint16), np.array([5, 6], np.uint16)]
     )
     assert (short[0] == short[1]).all() and not (short[0] == short[2]).any()
+
+
+@pytest.mark.parametrize("length", [3, 10, 30])
+def test_short_texts_with_one_shingle_in_common_are_no_near_duplicates(length):
+    """All end alike. Of pairs with J = 1 / (2 · length − 1) hardly any has a common band."""
+    rng = np.random.default_rng(0)
+    texts = rng.integers(0, 60000, (400, length)).astype(np.uint16)
+    texts[:, -1] = 7
+    keys = band_keys(list(texts))
+    assert np.mean((keys[:200] == keys[200:]).any(axis=1)) <= 0.01
+    assert (band_keys([texts[0]]) == keys[0]).all(), "the other documents do not matter"
+
+
+def test_short_answers_are_told_apart_by_their_questions():
+    mask = np.arange(60) >= 58
+    rng = np.random.default_rng(0)
+    asked = [np.append(rng.integers(0, 60000, 58), [1, 2]).astype(np.uint16) for _ in range(2)]
+    keys = band_keys([compared_tokens(ids, mask) for ids in asked])
+    assert not (keys[0] == keys[1]).any()
+    long_answer = np.arange(60) >= 20
+    np.testing.assert_array_equal(compared_tokens(asked[0], long_answer), asked[0][20:])
 
 
 def test_rows_come_from_each_source_by_its_weight(sources, tokenizer, tmp_path):

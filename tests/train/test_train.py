@@ -31,7 +31,7 @@ from train.config import (
     require_same,
 )
 from train.data.packing import IGNORE
-from train.engine.batches import with_total_steps
+from train.engine.batches import text_counts, with_total_steps
 from train.engine.directory import lock_directory
 from train.engine.loop import make_step
 from train.engine.losses import OutputHead, chunked_distillation
@@ -149,14 +149,23 @@ def test_distillation_is_the_kl_from_the_teacher(arrays):
 
 @pytest.mark.parametrize(("epochs", "steps"), [(0.0, 7), (1.0, 4), (2.5, 8), (0.01, 1)])
 def test_epochs_take_the_place_of_steps(epochs, steps):
-    data = SimpleNamespace(sources=[SimpleNamespace(lengths=np.array([60, 40]))])
+    data = SimpleNamespace(apart=False, sources=[SimpleNamespace(lengths=np.array([60, 40]))])
     changes = ["data.seq_len=16", "optim.batch_size=2", "optim.total_steps=7"]
     cfg = from_toml(LMConfig, TINY_LM, [*changes, f"optim.num_epochs={epochs}"])
     assert with_total_steps(cfg, data).optim.total_steps == steps
 
 
+def test_an_epoch_of_conversations_has_every_row():
+    """Of 300 tokens one fits a row of 512: a hundred of them are a hundred rows, not 59."""
+    data = SimpleNamespace(apart=True, sources=[SimpleNamespace(lengths=np.full(100, 300))])
+    changes = ["data.seq_len=512", "optim.batch_size=1", "optim.num_epochs=1"]
+    cfg = from_toml(LMConfig, TINY_LM, changes)
+    assert with_total_steps(cfg, data).optim.total_steps == 100
+    assert text_counts(cfg, data).epoch == 100 * 512
+
+
 def test_more_epochs_than_can_be_counted_are_refused():
-    data = SimpleNamespace(sources=[SimpleNamespace(lengths=np.array([60, 40]))])
+    data = SimpleNamespace(apart=False, sources=[SimpleNamespace(lengths=np.array([60, 40]))])
     cfg = from_toml(LMConfig, TINY_LM, ["optim.num_epochs=1e30"])
     with pytest.raises(InputError, match=r"optim.num_epochs=1e\+30 are more than"):
         with_total_steps(cfg, data)

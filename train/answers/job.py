@@ -17,7 +17,7 @@ from typing import Any
 import specjax as sj
 from specjax import lm
 from specjax._util.compilation_cache import use_compilation_cache
-from specjax._util.errors import InputError, ModelError
+from specjax._util.errors import InputError, SpecjaxError
 from specjax._util.parts import locked_output, part_files
 from specjax._util.program import Place, say
 from specjax._util.waiting import waiting
@@ -132,6 +132,8 @@ def _settings(args: argparse.Namespace, target: lm.LM, writer: Writer) -> dict[s
         "template": writer.chats.fingerprint,
         "questions": _questions_digest(args),
         "dtype": str(target.dtype),
+        "quantize": args.quantize,
+        "cache_dtype": args.cache_dtype,
         "temperature": sorted(args.temperature.items()),
         "max_new_tokens": args.max_new_tokens,
         "seed": args.seed,
@@ -141,7 +143,8 @@ def _settings(args: argparse.Namespace, target: lm.LM, writer: Writer) -> dict[s
 
 def _questions_digest(args: argparse.Namespace) -> str:
     """What tells whether a job has the questions that it began with."""
-    digest = hashlib.sha256(repr((args.own, args.openings)).encode())
+    openings = args.openings and _content_digest(args.openings)
+    digest = hashlib.sha256(repr((args.own, openings)).encode())
     for piece in itertools.chain.from_iterable(source_files((), args.files, Intake())):
         if is_on_hub(piece.path):
             content = hub_revision(piece.path)
@@ -247,8 +250,8 @@ class AnswerJob:
         """The next prompt of a dialogue; None if it ends here instead."""
         try:
             prompt = dialogue.prompt()
-        except ModelError as error:
-            dialogue.end(f"its template failed: {error}")
+        except SpecjaxError as error:
+            dialogue.end(f"cannot be written down: {error}")
             return None
         if len(prompt) + self._limit(dialogue) > self._context():
             dialogue.end("longer than the context")

@@ -309,6 +309,11 @@ class HeadRunConfig:
     run: Run = Run(dir="runs/head")
 
     def __post_init__(self):
+        if self.head.mean_per_step and self.optim.accumulate > 1:
+            raise InputError(
+                f"head.mean_per_step and optim.accumulate={self.optim.accumulate}: the means would "
+                "be those of parts of a batch; give optim.accumulate=1"
+            )
         _set_rates(self, "head")
         _check_batch(self)
         _check_export(self.run, is_delta=False)

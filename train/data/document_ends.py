@@ -38,6 +38,13 @@ def checkpoint_ends(name: str, model: ModelConfig, tokenizer: Tokenizer) -> Docu
     return DocumentEnds(model.eos_ids[0], bos)
 
 
+def _id_before_text(tokenizer: Tokenizer) -> int | None:
+    """The one id that the tokenizer's template writes before a text; None: it writes none."""
+    plain = tokenizer.encode("a", add_special_tokens=False).ids
+    whole = tokenizer.encode("a").ids
+    return whole[0] if whole[1 : 1 + len(plain)] == plain and whole[: len(plain)] != plain else None
+
+
 def tokenizer_ends(tokenizer: Tokenizer, path: str, eos: str) -> DocumentEnds:
     """The ids for a new model, from what its tokenizer says.
 
@@ -52,8 +59,7 @@ def tokenizer_ends(tokenizer: Tokenizer, path: str, eos: str) -> DocumentEnds:
     Raises:
       InputError: no such token, or nothing says which token is EOS.
     """
-    before = tokenizer.encode("").ids
-    bos = before[0] if len(before) == 1 else None
+    bos = _id_before_text(tokenizer)
     if eos:
         return DocumentEnds(_id_of(tokenizer, eos, f"tokenizer.eos={quoted(eos)}"), bos)
 

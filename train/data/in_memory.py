@@ -24,7 +24,7 @@ from train.data.near_duplicates import BANDS, NEAR_DUPLICATE, any_known, band_ke
 from train.data.reading import EXAMPLES, Document
 from train.data.tokenized import HeldOutSource, Inventory, Skipped, weighed, without_held_out
 
-_CACHE_FORMAT = 3
+_CACHE_FORMAT = 4
 _COUNT_CHUNK = 1 << 20  # tokens that np.bincount converts to int64 at a time
 _no_mask = functools.partial(np.zeros, 0, bool)
 _no_conversations = functools.partial(np.zeros, (), np.int64)

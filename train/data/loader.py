@@ -20,7 +20,7 @@ from train.data.packing import (
     stack,
     without_answers,
 )
-from train.data.tokenized import Corpus, Documents
+from train.data.tokenized import Corpus, Documents, train_tokens
 
 _ENDLESS = 1 << 48  # rows; grain requires a length
 _PREFETCH_BATCHES = 4
@@ -81,6 +81,16 @@ class _EndlessRows:
             latest = (epoch, packed, order)
             self.epoch = latest
         return latest[1:]
+
+
+def epoch_tokens(corpus: Corpus, seq_len: int) -> int:
+    """Tokens of the rows of one epoch; rows of whole conversations are seldom full."""
+    if not corpus.apart:
+        return train_tokens(corpus)
+    rows = 0
+    for documents in corpus.sources:
+        rows += len(pack(documents, np.arange(len(documents.lengths)), seq_len, corpus.apart))
+    return rows * seq_len
 
 
 def pack(documents: Documents, order: np.ndarray, seq_len: int, apart: bool) -> PackedRows:

@@ -281,9 +281,10 @@ def cut(piece: TextPiece, size: int) -> Iterator[TextPiece]:
     try:
         file_size = path.stat().st_size
         kind = kind_of(path)
-        compressed = path.suffix in (".gz", ".zst")
+        suffix = path.suffix.lower()
+        compressed = suffix in (".gz", ".zst")
         if compressed:
-            require_arrow(piece.path, path.suffix == ".zst")
+            require_arrow(piece.path, suffix == ".zst")
         if kind == PARQUET:
             yield from _cut_parquet(piece, size)
         elif compressed:
@@ -375,8 +376,9 @@ def _read_lines(piece: TextPiece, intake: Intake) -> Iterator[Numbered]:
                 raise InputError(
                     f"{piece.path} line {number} has {LONGEST_LINE >> 20} MiB, or more"
                 )
-            if line.strip():
-                yield from _read_record(piece, number, line, intake)
+            text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if text.strip():
+                yield from _read_record(piece, number, text, intake)
             place += len(line)
             if place == piece.end:
                 return

@@ -18,11 +18,11 @@ from train.config import DataSection, HeadRunConfig, LMConfig, SDSATConfig
 from train.data.chats import ChatFormat
 from train.data.encoding import Layout
 from train.data.in_memory import prepare
-from train.data.loader import Loader, ValidBatch, make_loader, valid_batches
+from train.data.loader import Loader, ValidBatch, epoch_tokens, make_loader, valid_batches
 from train.data.packing import Transform
 from train.data.reading import Document, Intake
 from train.data.shards.building import load_documents, load_shards
-from train.data.tokenized import Corpus, Skipped, train_tokens
+from train.data.tokenized import Corpus, Skipped
 from train.engine.loop import TextCounts
 
 Config = TypeVar("Config", LMConfig, SDSATConfig, HeadRunConfig)
@@ -100,7 +100,7 @@ def with_total_steps(cfg: Config, data: Corpus) -> Config:
     if not optim.num_epochs:
         return cfg
     step = optim.batch_size * optim.accumulate * cfg.data.seq_len
-    steps = max(1, math.ceil(optim.num_epochs * train_tokens(data) / step))
+    steps = max(1, math.ceil(optim.num_epochs * epoch_tokens(data, cfg.data.seq_len) / step))
     if steps > INT32_MAX:
         raise InputError(
             f"optim.num_epochs={optim.num_epochs} are more than {INT32_MAX} steps: lower it"
@@ -110,7 +110,7 @@ def with_total_steps(cfg: Config, data: Corpus) -> Config:
 
 def text_counts(cfg: LMConfig | SDSATConfig | HeadRunConfig, data: Corpus) -> TextCounts:
     """The tokens of text that a run's speed and progress are counted in."""
-    return TextCounts(row=cfg.data.seq_len, epoch=train_tokens(data))
+    return TextCounts(row=cfg.data.seq_len, epoch=epoch_tokens(data, cfg.data.seq_len))
 
 
 def process_batches(

@@ -175,8 +175,9 @@ def export_with(
     def write() -> None:
         if not processes.is_main_process():
             return
-        save(home)
         # The card comes last: an export with a card is complete.
+        (home / "card.json").unlink(missing_ok=True)
+        save(home)
         published = without_local_paths(summary | card, home)
         write_text(home / "card.json", json.dumps(published, indent=1) + "\n")
 

@@ -24,9 +24,9 @@ from specjax.models import hidden_states, load_pretrained
 from specjax.models.hf.files import open_tensors, read_json
 from specjax.models.hf.write import save_tensors
 from train.config import HeadRunConfig, from_toml
-from train.data.loader import training_rows, valid_batches
+from train.data.loader import epoch_tokens, training_rows, valid_batches
 from train.data.packing import Batch, stack, without_answers
-from train.data.tokenized import train_tokens
+from train.engine.batches import with_total_steps
 from train.engine.losses import row_arguments
 from train.engine.placement import Placement, host_memory, run_placement
 from train.engine.program import print_summary
@@ -88,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
     home = Path(cfg.head.states)
     if args.dry_run:
         setup = prepare_setup(cfg, None)
+        cfg = with_total_steps(cfg, setup.data)
         print_summary(_make_plan(cfg, setup, args.rows).summary(), args.json)
         return 0
 
@@ -98,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
     with locked(home, "head.states"):
         placement = run_placement(cfg.mesh, cfg.optim.batch_size)
         setup = prepare_setup(cfg, Path(cfg.run.dir).parent / "cache")  # as train.head does
+        cfg = with_total_steps(cfg, setup.data)
         plan = _make_plan(cfg, setup, args.rows)
         _store(home, cfg, setup, plan, placement)
     print_summary(plan.summary() | {"states": str(home)}, args.json)
@@ -114,7 +116,7 @@ def _make_plan(cfg: HeadRunConfig, setup: HeadSetup, rows: int) -> _Plan:
     length = cfg.data.seq_len
     if not rows:
         needed = batch * cfg.optim.accumulate * cfg.optim.total_steps
-        rows = min(needed, -(-train_tokens(setup.data) // length))
+        rows = min(needed, -(-epoch_tokens(setup.data, length) // length))
     held_out = valid_batches(setup.data, length, batch, cfg.run.eval_batches)
 
     values = (setup.head.parts + 1) * setup.target.hidden_size

@@ -17,7 +17,7 @@ from specjax._util import processes
 from specjax._util.waiting import waiting
 from specjax.models import ModelConfig, load_pretrained, num_params, param_shapes
 from train.config import HeadRunConfig, fixed_settings, to_dict
-from train.data.loader import Loader, ValidBatch
+from train.data.loader import Loader, ValidBatch, epoch_tokens
 from train.data.prompts import held_out_prompts
 from train.data.tokenized import Corpus, held_out_tokens, train_tokens
 from train.engine.batches import process_batches, text_counts, with_total_steps
@@ -193,6 +193,7 @@ def plan(cfg: HeadRunConfig, setup: HeadSetup, states: StoredStates | None) -> d
     state = 16 * count + target_bytes
     export_bytes = jnp.dtype(cfg.run.export_dtype).itemsize * count
     stored = {} if states is None else {"stored_rows": states.rows}
+    epoch = epoch_tokens(setup.data, cfg.data.seq_len)
     return stored | {
         "parameters": count,
         "target_parameters": num_params(setup.target),
@@ -203,7 +204,7 @@ def plan(cfg: HeadRunConfig, setup: HeadSetup, states: StoredStates | None) -> d
         "steps": cfg.optim.total_steps,
         "train_tokens": train_tokens(setup.data),
         "held_out_tokens": held_out_tokens(setup.data),
-        "epochs": round(tokens * cfg.optim.total_steps / max(1, train_tokens(setup.data)), 2),
+        "epochs": round(tokens * cfg.optim.total_steps / max(1, epoch), 2),
         "state_megabytes_per_copy": round(state / 1e6, 1),
         "devices": planned_devices(cfg.mesh, cfg.optim.batch_size),
         "export_megabytes": round(export_bytes / 1e6, 2),

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 from tokenizers import Tokenizer
 
+from specjax._util import processes
 from specjax._util.errors import InputError
 from specjax._util.waiting import waiting
 from specjax.lm import locate
@@ -35,16 +36,19 @@ class LmSetup(NamedTuple):
     data: Corpus
 
 
-def prepare_setup(cfg: LMConfig, directory: Path, cache: Path | None) -> LmSetup:
+def prepare_setup(
+    cfg: LMConfig, directory: Path, cache: Path | None, resume: bool = False
+) -> LmSetup:
     """Reads the tokenizer or trains it in the run's ``directory``, and reads the corpus.
 
     Args:
       cache: as for :func:`open_corpus`.
+      resume: whether the directory's own tokenizer is the run's.
     """
     # With shards the text is never in memory.
     chats = chats_of(cfg)
     documents = None if cfg.data.shards else read_documents(cfg.data, chats)
-    tokenizer = get_tokenizer(cfg, documents.texts if documents else None, directory)
+    tokenizer = get_tokenizer(cfg, documents.texts if documents else None, directory, resume)
     model, first_params = build_model(cfg, tokenizer)
     model = with_router_loss(model, cfg.model.router_aux_loss)
     if cfg.mesh.model > 1:
@@ -132,10 +136,13 @@ def _new_model(section: Model, vocab_size: int, ends: DocumentEnds) -> ModelConf
     return ModelConfig.llama(**sizes, eos_ids=(ends.eos_id,), bos_id=bos_id)
 
 
-def get_tokenizer(cfg: LMConfig, documents: list[Document] | None, directory: Path) -> Tokenizer:
+def get_tokenizer(
+    cfg: LMConfig, documents: list[Document] | None, directory: Path, resume: bool = False
+) -> Tokenizer:
     """The configured tokenizer, else the checkpoint's.
 
-    For a new model without one it is trained on the corpus, and kept in ``directory``.
+    For a new model without one it is trained on the corpus, and kept in ``directory``. A run that
+    is resumed reads it there, and so do other processes than the first one.
 
     Raises:
       InputError: it cannot be read; or there is none, and the corpus is not in memory.
@@ -149,6 +156,6 @@ def get_tokenizer(cfg: LMConfig, documents: list[Document] | None, directory: Pa
             "without data.shards"
         )
     own = directory / "tokenizer.json"
-    if own.exists():
+    if own.exists() and (resume or not processes.is_main_process()):
         return load_tokenizer(own)
     return train_tokenizer(documents, cfg.tokenizer.vocab_size, own)

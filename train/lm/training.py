@@ -19,6 +19,7 @@ from specjax.lm import locate
 from specjax.models import ModelConfig, num_params, param_shapes
 from train.config import LMConfig, fixed_settings, to_dict
 from train.data.corpus import permissive_distributions
+from train.data.loader import epoch_tokens
 from train.data.prompts import held_out_prompts
 from train.data.tokenized import Corpus, held_out_tokens, train_tokens
 from train.engine.batches import process_batches, text_counts, with_total_steps
@@ -53,7 +54,7 @@ def main(cfg: LMConfig, resume: bool, dry_run: bool) -> dict[str, Any]:
             lambda: run_placement(cfg.mesh, cfg.optim.batch_size)
         )
         cache = directory.parent / "cache"
-        setup = processes.main_process_first(lambda: prepare_setup(cfg, directory, cache))
+        setup = processes.main_process_first(lambda: prepare_setup(cfg, directory, cache, resume))
         cfg = with_total_steps(cfg, setup.data)
         processes.check_agreement(
             config=cfg, model=setup.model, corpus=setup.data.fingerprint, jax=jax.__version__
@@ -186,12 +187,12 @@ def plan(cfg: LMConfig, model: ModelConfig, data: Corpus) -> dict[str, Any]:
     """What the run will do, in numbers."""
     tokens = cfg.optim.batch_size * cfg.optim.accumulate * cfg.data.seq_len
     devices = planned_devices(cfg.mesh, cfg.optim.batch_size)
-    epoch = train_tokens(data)
+    epoch = epoch_tokens(data, cfg.data.seq_len)
     shares = Shares(cfg.mesh.fsdp, cfg.mesh.model).of_models(model)
     return {
         "parameters": num_params(model),
         "vocab_size": model.vocab_size,
-        "train_tokens": epoch,
+        "train_tokens": train_tokens(data),
         "held_out_tokens": held_out_tokens(data),
         "tokens_per_step": tokens,
         "steps": cfg.optim.total_steps,

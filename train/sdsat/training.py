@@ -21,6 +21,7 @@ from specjax.models.adapters import KEY
 from specjax.models.hf.delta import save_delta
 from specjax.text.tokenizer import template_digest
 from train.config import SDSATConfig, fixed_settings, to_dict
+from train.data.loader import epoch_tokens
 from train.data.prompts import held_out_prompts
 from train.data.tokenized import Corpus, held_out_tokens, train_tokens
 from train.engine.batches import (
@@ -274,5 +275,5 @@ def _epochs(cfg: SDSATConfig, data: Corpus) -> dict[str, Any]:
     return {
         "train_tokens": train_tokens(data),
         "held_out_tokens": held_out_tokens(data),
-        "epochs": round(tokens / max(1, train_tokens(data)), 2),
+        "epochs": round(tokens / max(1, epoch_tokens(data, cfg.data.seq_len)), 2),
     }

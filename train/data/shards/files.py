@@ -12,7 +12,7 @@ import numpy as np
 
 from specjax._util.errors import InputError
 
-FORMAT = 3
+FORMAT = 4
 PLAN = "plan.json"
 INDEX = "index.npz"
 MANIFEST = "manifest.json"

@@ -127,8 +127,10 @@ def _compare(home: Path, file: SourceFile, piece: TextPiece) -> SourceFile | Non
 
 def _compare_revision(home: Path, file: SourceFile, piece: TextPiece) -> SourceFile | None:
     """As :func:`_compare`, of a data set of the hub."""
+    if not file.sha256:  # the hub did not say it when the data set was tokenized
+        return file
     now = hub_revision(piece.path)
-    if not now and file.sha256:
+    if not now:
         return None
     if now != file.sha256:
         raise _refusal(home, piece, "has changed since it was tokenized")
