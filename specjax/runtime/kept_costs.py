@@ -17,6 +17,7 @@ import jax
 
 from specjax._util.files import json_line, parse_json, program_cache, read_file, write_text
 from specjax._util.platform import platform
+from specjax.models.cpu_kernels.building import kernels
 
 NAME = "costs"  # of the directory
 WAY = 3  # of measuring: costs that were measured in another way are not read
@@ -26,7 +27,10 @@ def costs_name(*about: Any) -> str:
     """The name under which costs are kept: of this machine, and of what they depend on."""
     device = jax.devices()[0].device_kind
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    here = (WAY, jax.__version__, device, jax.device_count(), machine.machine(), cores, platform())
+    # The names of a CPU's kernels have a digest of their source.
+    products = sorted(kernels().names.values()) if platform().kernel_rows else []
+    versions = (WAY, jax.__version__, products)
+    here = (versions, device, jax.device_count(), machine.machine(), cores, platform())
     return hashlib.sha256(repr((here, about)).encode()).hexdigest()[:32]
 
 
