@@ -270,6 +270,8 @@ def _check_peer(args: argparse.Namespace, commands: Parser) -> None:
         return
     if args.sampled_only:
         commands.error("--peer decodes greedily, and --sampled-only leaves no row to compare with")
+    if 1 not in args.batch_size or (args.mesh or {}).get("data", 1) > 1:
+        commands.error("--peer is compared at batch size 1: give that, and no --mesh data=N")
     for name in args.peer:
         if name not in PEERS:
             commands.error(f"--peer {name}: choose {', '.join(PEERS)}")

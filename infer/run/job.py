@@ -21,7 +21,14 @@ from infer.loading import chosen_sampling, load_models, use_compilation_cache
 from infer.prompts import Prompt, PromptEncoder, read_prompts, report, stops_of
 from infer.run.beside_plain import compare_with_plain
 from infer.run.demo import PROMPT
-from infer.run.output import PROMPT_DIGEST, SHOWN_DIGITS, Output, prompt_digest, row_object
+from infer.run.output import (
+    OPTIONAL,
+    PROMPT_DIGEST,
+    SHOWN_DIGITS,
+    Output,
+    prompt_digest,
+    row_object,
+)
 from infer.run.profile import trace_second_run
 from infer.run.screen import Screen, printable
 from infer.sampling_options import given_settings
@@ -485,12 +492,10 @@ def _model_digests(args: argparse.Namespace, target: sj.LM, draft: sj.LM | None)
 def _optional_settings(args: argparse.Namespace, reward: Combined | None) -> dict[str, Any]:
     """Settings that a row has only if they were given."""
     settings: dict[str, Any] = {}
+    for name in OPTIONAL:
+        value = vars(args)[name]
+        if value or (name == "suffix" and value is not None):
+            settings[name] = value
     if reward:
         settings["reward"] = args.reward or [part.name for part in reward.parts]
-    if args.suffix is not None:
-        settings["suffix"] = args.suffix
-    for name in ("truncate", "quantize", "cache_dtype", "dataset"):
-        value = vars(args)[name]
-        if value:
-            settings[name] = value
     return settings

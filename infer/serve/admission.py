@@ -242,7 +242,7 @@ class Admission:
         """How many new tokens each prompt gets."""
         max_tokens = _max_tokens(body)
         most = DEFAULT_MAX_TOKENS if isinstance(body, CompletionBody) else self.max_output
-        allowed = most if max_tokens is None else max_tokens
+        allowed = min(most, self.max_output) if max_tokens is None else max_tokens
         if body.min_tokens and body.min_tokens > allowed:
             with naming("min_tokens"):
                 raise OptionError(f"min_tokens={body.min_tokens}: at most max_tokens={allowed}")
@@ -334,11 +334,6 @@ class Admission:
                 f"{self.size} rows: at most {self.memory / 2**30:.1f}"
             )
         return engine, self._kept_prompts(engine)
-
-    def most_bytes(self) -> int:
-        """The most bytes that the default method's slots, prefill and kept prompts can take."""
-        engine, kept = self._engine(self.method, self.defaults, False)
-        return self._needed(engine) + kept * self._bytes(engine, engine.data_parallel_size)
 
     def _needed(self, engine: Engine) -> int:
         """The most bytes of a method without kept prompts: its slots, and a prompt's prefill."""

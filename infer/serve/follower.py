@@ -70,8 +70,8 @@ class Follower:
     def _submission(self, kind: str, body: Message, prefixes: int) -> Submission:
         """What process 0 submitted; it may have memory for fewer ``prefixes`` than this one."""
         made = self._admission.make_submission(KINDS[kind].model_validate(body), _drop)
-        variant = dataclasses.replace(made.variant, prefixes=prefixes)
-        return dataclasses.replace(made, variant=variant)
+        made.variant = dataclasses.replace(made.variant, prefixes=prefixes)
+        return made
 
     def _cancel(self, requests: list[int]) -> None:
         for request_id in requests:

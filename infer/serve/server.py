@@ -48,7 +48,7 @@ BATCH_MEMORY = 0.5  # share of the device's memory for the rows of all methods
 # Connections that the system keeps until they are accepted, and that are accepted at a time.
 BACKLOG = 128
 SWITCH_SECONDS = 0.0005
-COMPUTING_NICE = 5  # what the threads that compute are nicer by than those that answer
+COMPUTING_NICE = 5  # what JAX's threads are nicer by than those that answer
 GARBAGE = (10_000, 20, 50)  # new objects, and collections of each age until one of the next
 
 
@@ -117,7 +117,7 @@ def _join(args: argparse.Namespace) -> None:
 
 
 def _start_computing_threads() -> None:
-    """Starts JAX's threads, which compute and compile, with a lower priority than Python's.
+    """Starts JAX's own threads, which compute, with a lower priority than Python's.
 
     Where all cores compute, the thread that has Python's lock would wait for one, and every answer
     with it. On Linux a thread begins with the priority of the one that starts it.

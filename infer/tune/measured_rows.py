@@ -16,6 +16,10 @@ SHARED = (
     "target",
     "draft",
     "dtype",
+    "quantize",
+    "cache_dtype",
+    "base",
+    "pass_width",
     "reward",
     "set",
     "chat",
@@ -32,8 +36,6 @@ SHARED = (
     "top_k",
     "top_p",
 )
-# As these, where they are given: rows of older versions are of none of them.
-OPTIONAL = ("quantize", "cache_dtype", "base", "pass_width")
 ON_VALIDATION = ("validation", "batch_size")
 ON_TEST = ("test", "test_batch_size")
 
@@ -91,5 +93,4 @@ class MeasuredRows:
     def _job(self, kind: str) -> dict[str, Any]:
         """The arguments that a row of this kind depends on."""
         names = (*SHARED, *(ON_TEST if kind == "test" else ON_VALIDATION))
-        given = [name for name in OPTIONAL if getattr(self._args, name) is not None]
-        return {name: getattr(self._args, name) for name in (*names, *given)}
+        return {name: getattr(self._args, name) for name in names}

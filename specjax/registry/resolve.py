@@ -18,7 +18,7 @@ from specjax.registry.table import compose, method, usual_rule
 
 
 def choose(
-    name: str | MethodSpec | Method,
+    name: str | MethodSpec | Method | None,
     drafter: str | Drafter | None,
     rule: str | Rule | None,
     target_dist: str | TargetDist | None,
@@ -28,17 +28,18 @@ def choose(
 
     If one part is given, the others have defaults. The drafter is ``chain`` with a draft model and
     ``none`` without one. The rule is the drafter's :func:`usual_rule`. The target distribution is
-    ``warped``.
+    ``warped``. Without any, the method is ``speculative`` with a draft model, else
+    ``autoregressive``.
 
     Raises:
-      OptionError: an unknown name, an object of another kind, or parts besides a method object.
+      OptionError: an unknown name, an object of another kind, or parts besides a method.
     """
     target_dist = "warped" if target_dist is None else target_dist
     parts_given = drafter is not None or rule is not None or target_dist != "warped"
     if parts_given:
-        if not isinstance(name, str):
+        if name is not None:
             raise OptionError(
-                "a method object has its parts: leave drafter=, rule=, target_dist= out"
+                "method= has its parts: leave it out, or drafter=, rule= and target_dist="
             )
         if drafter is None:
             drafter = "chain" if has_draft else "none"
@@ -46,6 +47,8 @@ def choose(
             rule = usual_rule(drafter)
         return compose(drafter, rule, target_dist)
 
+    if name is None:
+        name = "speculative" if has_draft else "autoregressive"
     # A plain DraftVerify is taken apart, so that its options are checked and have defaults.
     # A subclass may step in another way: it stays as it is.
     if type(name) is DraftVerify:

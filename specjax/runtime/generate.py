@@ -236,14 +236,6 @@ def stream(
     if stop and target.tokenizer is None:
         raise OptionError("stop strings need a target with a tokenizer")
 
-    parts = {"drafter": drafter, "rule": rule}
-    if target_dist not in (None, "warped"):
-        parts["target_dist"] = target_dist
-    given = [f"{name}=" for name, part in parts.items() if part is not None]
-    if isinstance(method, str) and given:
-        raise OptionError(f"method= and {given[0]} exclude each other: leave one of them out")
-    if method is None:
-        method = "autoregressive" if draft is None else "speculative"
     chosen = choose(method, drafter, rule, target_dist, draft is not None)
     if constraints is None:
         constraints = [{}] * len(prompt_ids)

@@ -35,6 +35,7 @@ from specjax.runtime.grammar_stack import GrammarStack
 from specjax.runtime.prefill import Prefill
 from specjax.runtime.round_costs import known_costs, round_costs
 from specjax.search.drivers import HostDriven, advance_on_host
+from specjax.text.automaton import Automaton
 
 # Cache positions that a smaller bucket must have to spare before the state shrinks to it. Without
 # them, a state that soon grows again would be moved back and forth.
@@ -68,8 +69,9 @@ class BatchRunner:
         self._state: DecodeState | None = None  # None until the first request runs
         self._inputs: Inputs | None = None  # what rounds read; None until the first request runs
         self._capacities_run: set[int] = set()  # buckets whose rounds have been compiled
-        # Places in grammars, by the request's identity.
+        # Places in grammars, and grammars that are tables, by the request's identity.
         self._places: dict[int, tuple[Request, GrammarProgress]] = {}
+        self._automata: dict[int, tuple[Request, Automaton | None]] = {}
         self._grammars = GrammarStack()  # those that are tables
         # Relative seconds of a round per draft form, if the draft length follows costs. None:
         # not measured yet; empty: the method has fixed lengths.
@@ -186,11 +188,19 @@ class BatchRunner:
         if self._inputs is not None and not self._engine.inputs_depend_on(rows):
             return
         inputs = self._engine.inputs_for(rows, self._sampling, self._inputs)
-        automata = [self._engine.automaton(self._sampling_of(row)) for row in rows]
+        automata = [self._automaton_of(row) for row in rows]
+        self._automata = {id(row): self._automata[id(row)] for row in rows}
         self._inputs = inputs.replace(grammars=self._grammars.tables(automata))
         self._add_grammar_states()
         if self._costs:
             self._set_costs()
+
+    def _automaton_of(self, request: Request) -> Automaton | None:
+        """The request's grammar as a table, which stays the same one for as long as it runs."""
+        if id(request) not in self._automata:
+            automaton = self._engine.automaton(self._sampling_of(request))
+            self._automata[id(request)] = request, automaton
+        return self._automata[id(request)][1]
 
     def _sampling_of(self, request: Request) -> Sampling:
         return request.sampling or self._sampling
@@ -285,7 +295,7 @@ class BatchRunner:
                 sampling = self._sampling_of(request)
                 _, place = self._places.get(id(request), (None, None))
                 is_new = place is None and bool(sampling.grammar)
-                if is_new and self._engine.automaton(sampling) is None:
+                if is_new and self._automaton_of(request) is None:
                     place = GrammarProgress(self._engine.matcher(sampling), len(request.tokens))
             if request is not None and place is not None:
                 # The request is kept with it, so that no other one gets its id.

@@ -159,6 +159,7 @@ def test_no_other_request_gets_the_place_of_one_that_has_ended():
     """Places are found by a request's identity, so a request stays as long as its place does."""
     runner = BatchRunner.__new__(BatchRunner)
     runner._places = {}
+    runner._automata = {}
     runner._engine = SimpleNamespace(automaton=lambda _: None, matcher=lambda _: "its own")
     runner._sampling = sj.Sampling()
     request = Request(np.array([1]), 1, None, 0, sampling=sj.Sampling(grammar="json"))

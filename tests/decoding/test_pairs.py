@@ -146,7 +146,7 @@ def test_parts_as_objects_decode():
         got = sj.generate(target, PROMPTS, **as_objects, **kw)
         for a, b in zip(got.tokens, want.tokens, strict=True):
             np.testing.assert_array_equal(a, b)
-    with pytest.raises(sj.OptionError, match="leave drafter="):
+    with pytest.raises(sj.OptionError, match="method= has its parts"):
         sj.generate(
             target,
             PROMPTS,

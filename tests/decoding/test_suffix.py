@@ -197,8 +197,8 @@ def test_tokens_are_those_of_plain_decoding_whatever_the_batch(plain, sampling, 
 def test_another_rule_draws_by_rounds_which_other_rows_change(plain):
     """The reason why ``match`` is this drafter's default rule."""
     target = plain[0]
-    assert choose("", "suffix", None, None, False).rule == "match"
-    assert choose("", Suffix(), None, None, False).rule == "match"
+    assert choose(None, "suffix", None, None, False).rule == "match"
+    assert choose(None, Suffix(), None, None, False).rule == "match"
     arguments = {"max_new_tokens": 40, "sampling": SAMPLED, "seed": 5, "drafter": "suffix"}
     one, many = (
         sj.generate(target, PROMPTS, rule="speculative", batch_size=n, **arguments) for n in (1, 6)

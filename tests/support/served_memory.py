@@ -16,6 +16,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import specjax as sj
+from infer.serve.admission import Admission
 from infer.serve.memory import limited_memory, resident
 from support.serving import Running, serving
 
@@ -43,7 +44,13 @@ def main(name: str, clients: int) -> None:
         ended.set()
         watcher.join()
         figures = {"before": before, "after": resident(), "most": max(looks)}
-        print(json.dumps(figures | {"bound": server.admission.most_bytes()}))
+        print(json.dumps(figures | {"bound": most_bytes(server.admission)}))
+
+
+def most_bytes(admission: Admission) -> int:
+    """What the default method's slots, a prompt's prefill and the kept prompts may take."""
+    engine, kept = admission._engine(admission.method, admission.defaults, True)
+    return admission._needed(engine) + kept * admission._bytes(engine, 1)
 
 
 def prompts(clients: int) -> list[list[int]]:

@@ -34,7 +34,7 @@ def checkpoint_ends(name: str, model: ModelConfig, tokenizer: Tokenizer) -> Docu
     """
     if not model.eos_ids:
         raise InputError(f"model.init_from={name!r}: config.json names no eos_token_id")
-    bos = model.bos_id if tokenizer.encode("").ids[:1] == [model.bos_id] else None
+    bos = model.bos_id if _id_before_text(tokenizer) == model.bos_id else None
     return DocumentEnds(model.eos_ids[0], bos)
 
 

@@ -32,18 +32,22 @@ _MIX_2 = np.uint64(0xC4CEB9FE1A85EC53)
 _ORDERS = np.stack(
     [np.random.Generator(np.random.Philox(bin)).permutation(VALUES) for bin in range(VALUES)]
 ).astype(np.uint8)
-_LEAST_TOKENS = 4 * SHINGLE  # of a conversation's answers; with fewer all of it is compared
+_LEAST_TOKENS = 4 * SHINGLE  # of a conversation's answers; else so many before each are compared
 
 
 def compared_tokens(ids: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
     """The tokens of a document that are compared: of a conversation, what is trained.
 
     Conversations share a template's system prompt, which says nothing about them. Short answers, as
-    labels are, are the same in many of them, and then the questions tell them apart.
+    labels are, are the same in many of them. Then the tokens before each tell them apart.
     """
-    if mask is None or mask.sum() < _LEAST_TOKENS:
+    if mask is None or not mask.any():
         return ids
-    return ids[mask]
+    if mask.sum() >= _LEAST_TOKENS:
+        return ids[mask]
+    trained = np.cumsum(mask)  # up to each token
+    later = np.minimum(np.arange(len(ids)) + _LEAST_TOKENS, len(ids) - 1)
+    return ids[trained[later] > trained - mask]
 
 
 def band_keys(documents: Sequence[np.ndarray]) -> np.ndarray:

@@ -47,10 +47,10 @@ def _check_schema(name: str, schema: Mapping[str, Any]) -> None:
     Raises:
       OptionError: names the field.
     """
-    properties = schema.get("properties", {})
+    properties = schema.get("properties") or {}  # null stands for none
     if not isinstance(properties, dict):
         raise OptionError(f"{name}.properties: expected an object")
-    if not isinstance(schema.get("required", []), list):
+    if not isinstance(schema.get("required") or [], list):
         raise OptionError(f"{name}.required: expected a list of names")
     for key, value in properties.items():
         if isinstance(value, dict) and not isinstance(value.get("enum", []), list):

@@ -210,7 +210,7 @@ template <typename T>
 constexpr int64_t kStreamedRows = std::is_same_v<T, float> ? 8 : 4;
 constexpr int64_t kPadding = 16;  // floats between widened outputs, so that they share no cache set
 
-// The weights that are read after a block: each tile of rows fetches a part of them.
+// The weights that are read after a block of several outputs: each tile of rows fetches a part.
 struct Ahead {
   const char* first;
   int64_t stride;  // bytes from one output to the next
