@@ -169,7 +169,11 @@ def _limit_resources(limits: dict) -> None:
         _, hard = resource.getrlimit(kind)
         if hard != resource.RLIM_INFINITY:
             value = min(value, hard)
-        resource.setrlimit(kind, (value, value))
+        try:
+            resource.setrlimit(kind, (value, value))
+        except ValueError:  # macOS has no limit on address space
+            if sys.platform == "linux":
+                raise
 
 
 def _checked(result: int) -> int:

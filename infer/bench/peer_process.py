@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -98,8 +99,12 @@ def answers(
 
 
 def main(make_modes: Callable[[PeerJob], dict[str, Mode]]) -> int:
-    """Serves until stdin closes. Only answers go to stdout; all else goes to stderr."""
-    out = sys.stdout
+    """Serves until stdin closes. Only answers go to stdout; all else goes to stderr.
+
+    That holds for the descriptor, too, because libraries in C write to it.
+    """
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     with contextlib.redirect_stdout(sys.stderr):
         try:
             for answer in answers(iter(sys.stdin), make_modes):

@@ -79,7 +79,10 @@ class Peer:
         line = self._process.stdout.readline()
         if not line:
             raise OptionError(f"the {self.name} peer ended with {self._process.wait()}")
-        answer = json.loads(line)
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            raise OptionError(f"the {self.name} peer wrote {line.strip()!r}: no answer") from None
         if "error" in answer:
             raise OptionError(f"the {self.name} peer failed: {answer['error']}")
         return answer
@@ -153,7 +156,12 @@ def _peer_row(
     speeds = tokens.sum(axis=1) / seconds.sum(axis=1)
     per_prompt = [answer["tokens_per_second"] for answer in theirs]
     ratio, half_width = speed_ratio(ours.speed(whole=True), (tokens, seconds))
-    outputs = [np.array(ids) for ids in theirs[0]["tokens"]]
+    # Peers know no stop strings: up to ours they must agree.
+    reasons = ours.runs[0].finish_reasons
+    outputs = [
+        np.array(ids[: len(own)] if reason == "stop" else ids)
+        for ids, own, reason in zip(theirs[0]["tokens"], ours.tokens, reasons, strict=True)
+    ]
     return {
         "name": name,
         "ours": ours.case.method,

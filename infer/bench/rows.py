@@ -131,12 +131,12 @@ def add_metrics(
         by_prompt = []
         for i, question in enumerate(questions):
             prompt = as_prompt(question)
-            by_prompt.append(
-                [
-                    dataclasses.replace(prompt, text=run.text[i], tokens=run.tokens[i])
-                    for run in result.distinct_runs
-                ]
-            )
+            completions = []
+            for run in result.distinct_runs:
+                written = {"text": run.text[i], "tokens": run.tokens[i]}
+                ended = run.finish_reasons[i] == "eos"
+                completions.append(dataclasses.replace(prompt, **written, ended=ended))
+            by_prompt.append(completions)
         for metric in metrics:
             _add_metric(row, metric, by_prompt)
 

@@ -319,6 +319,8 @@ def client_at(address: str) -> str:
         return address
     if parsed.version == 4:
         return address
+    if parsed.ipv4_mapped is not None:  # a socket of both versions
+        return str(parsed.ipv4_mapped)
     return str(ipaddress.ip_network((parsed, 64), strict=False))
 
 

@@ -66,7 +66,7 @@ def serve(args: argparse.Namespace) -> int:
     Raises:
       SpecjaxError: an argument is wrong, or the default method fails.
     """
-    keys = args.api_key or list(filter(None, [os.environ.get(KEY_VARIABLE)]))
+    keys = args.api_key or list(filter(None, [os.environ.get(KEY_VARIABLE, "").strip()]))
     spec = method(args.method) if args.method else None
     if spec:  # report wrong options before models load, which can take minutes
         spec.resolve(dict(args.set))

@@ -86,7 +86,8 @@ class VllmMetrics:
 
     def ended(self, row: Generation, seconds: float) -> None:
         """A completion has ended; ``row`` is its generation alone."""
-        self._ended.labels(self._model, ENGINE, row.finish_reasons[0]).inc()
+        reason = row.finish_reasons[0]
+        self._ended.labels(self._model, ENGINE, "stop" if reason == "eos" else reason).inc()
         self._prompt.inc(row.prompt_tokens[0])
         self._cached.inc(row.cached_tokens[0])
         self._written.inc(len(row.tokens[0]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from typing import Any
 
 from specjax._util.errors import OptionError, errors_as, silence_stderr
 from specjax._util.files import check_entries, expand_user
@@ -14,6 +15,18 @@ from specjax.rewards.text import OfText
 
 BATCH = 32  # texts per forward
 UNLIMITED = 2**31 - 1  # tokens, where neither tokenizer nor model has a limit
+
+
+def most_positions(model: Any) -> int | None:
+    """The most tokens that a model of transformers reads; None if its config does not say.
+
+    RoBERTa's kind has positions from the padding's id on, which are no tokens'.
+    """
+    positions = getattr(model.config, "max_position_embeddings", None)
+    padding = getattr(getattr(model.base_model, "embeddings", None), "padding_idx", None)
+    if not positions or padding is None:
+        return positions
+    return positions - padding - 1
 
 
 class Classifier(OfText):
@@ -109,7 +122,7 @@ class Classifier(OfText):
     def encode(self, sample):
         """The model's inputs for one sample: ids, mask, and what else the tokenizer gives."""
         tokenizer, model, _ = self._loaded
-        positions = getattr(model.config, "max_position_embeddings", None) or UNLIMITED
+        positions = most_positions(model) or UNLIMITED
         limit = min(tokenizer.model_max_length, positions, UNLIMITED)
         special_of_one = tokenizer.num_special_tokens_to_add(False)
         special_of_pair = tokenizer.num_special_tokens_to_add(True)

@@ -23,8 +23,9 @@ SECONDS = 5.0
 MEMORY = 2**31  # bytes of address space of that process
 # Single bytes are the vocabulary here, so the index over it is the automaton over bytes.
 BUILD = """
-import pickle, resource, sys
-resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]),) * 2)
+import contextlib, pickle, resource, sys
+with contextlib.suppress(ValueError):  # macOS has no such limit
+    resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]),) * 2)
 from outlines_core import Index, Vocabulary
 single_bytes = Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)})
 index = Index(sys.stdin.buffer.read().decode(), single_bytes)

@@ -259,6 +259,8 @@ def test_rows_match_if_columns_have_the_same_values():
     assert same_rows([(1, 2), (2, 1)], [(2, 1), (1, 2)], ordered=False)
     assert same_rows([(1, 2, 3), (2, 1, 3)], [(3, 2, 1), (3, 1, 2)], ordered=True)
     assert not same_rows([(1, 1), (2, 2)], [(1, 2), (2, 1)], ordered=False)
+    for language in ("sql", "sqlite", "sqlite3", "SQL", ""):
+        assert query_of(Completion("Q", f"```{language}\nSELECT 1\n```")).strip() == "SELECT 1"
     assert query_of(Completion("Q: SELECT", "with x as (select 1) select * from x")).startswith("w")
 
 

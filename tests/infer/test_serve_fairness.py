@@ -103,6 +103,7 @@ def test_places_go_round():
 
 def test_who_is_one_client():
     assert client_at("10.0.0.1") == "10.0.0.1" != client_at("10.0.0.2")
+    assert client_at("::ffff:10.0.0.1") == "10.0.0.1"  # of a socket for both versions
     assert client_at("2001:db8::1") == client_at("2001:db8::ffff:1") != client_at("2001:db9::1")
 
 

@@ -101,6 +101,12 @@ CASES = {
         "",
     ),
     "llama, an answer of JSON": ("llama3_json", '{"a": {"name": 1}}', [], '{"a": {"name": 1}}'),
+    "llama, an answer with a name": (
+        "llama3_json",
+        '{"name": "Alice", "age": 30}',
+        [],
+        '{"name": "Alice", "age": 30}',
+    ),
     "llama, JSON later": ("llama3_json", 'so {"name": "f"}', [], 'so {"name": "f"}'),
     "mistral": (
         "mistral",

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 import specjax as sj
 from infer.run.commands import main as infer_run
+from specjax._util.program import Place
 from specjax.models import ModelConfig, init_params, save_pretrained
 from support import chats
 from support.training import ROOT
@@ -250,3 +251,14 @@ def chats_with_tools():
         {"role": "tool", "content": "21"},
         {"role": "assistant", "content": "21 degrees"},
     ]
+
+
+def test_turns_of_a_conversation_keep_their_order_over_parts(tmp_path):
+    """Two processes wrote the first turn, and one alone, whose part comes first, the second."""
+    out = tmp_path / "out.jsonl"
+    first, second = Written([1], "eos"), Written([2], "eos")
+    job.AnswerJournal(out, {}, Place("localhost:1", 2, 1)).add(5, first)
+    later = job.AnswerJournal(out, {}, Place("localhost:1", 1, 0))
+    assert later.answers == {5: [first]}
+    later.add(5, second)
+    assert job.AnswerJournal(out, {}, Place("localhost:1", 1, 0)).answers == {5: [first, second]}

@@ -19,7 +19,7 @@ from specjax._util.command_line import (
     REPEATABLE,
     add_mesh,
     add_models,
-    place,
+    checked,
     seed,
     setting,
     temperature,
@@ -104,7 +104,7 @@ def _add_decoding(out: Parser) -> None:
     add_mesh(group)
     group.add_argument(
         "--distributed",
-        type=place,
+        type=checked(Place.parse, f"{Place.FORM}, INDEX from 0 to COUNT - 1"),
         metavar=Place.FORM,
         help="run as process INDEX of COUNT: each answers its share of the questions",
     )

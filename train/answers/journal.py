@@ -31,6 +31,7 @@ from train.answers.dialogue import Written
 
 SETTINGS = "settings"  # of a part's first line
 INDEX = "index"  # the number of a question
+TURN = "turn"  # an answer's number in its conversation
 LINES = "lines"  # what is written of a complete conversation
 COUNTS = "counts"  # of its answers
 
@@ -50,19 +51,29 @@ class AnswerJournal:
         self._out = out
         self._settings = settings
         self._file = file_to_append(str(out), place)
-        self.answers: dict[int, list[Written]] = collections.defaultdict(list)
         self.complete: set[int] = set()
         cut_incomplete_line(self._file)
+        # Another number of processes may have gone on with a conversation in a part of its own.
+        found: dict[int, dict[int, Written]] = collections.defaultdict(dict)
         for entry in self._entries():
             if LINES in entry:
                 self.complete.add(entry[INDEX])
-                self.answers.pop(entry[INDEX], None)
             else:
-                self.answers[entry[INDEX]].append(Written(entry["tokens"], entry["finish"]))
+                turns = found[entry[INDEX]]
+                turn = entry.get(TURN, len(turns))
+                turns.setdefault(turn, Written(entry["tokens"], entry["finish"]))
+        self.answers = {
+            index: [turns[turn] for turn in sorted(turns)]
+            for index, turns in found.items()
+            if index not in self.complete
+        }
+        self._turns = collections.Counter({i: len(turns) for i, turns in self.answers.items()})
 
     def add(self, index: int, answer: Written) -> None:
         """Notes an answer; returns once it is on disk."""
-        self._append({INDEX: index, "tokens": answer.tokens, "finish": answer.finish})
+        turn = self._turns[index]
+        self._append({INDEX: index, TURN: turn, "tokens": answer.tokens, "finish": answer.finish})
+        self._turns[index] += 1
 
     def finish(self, index: int, lines: list[dict[str, Any]], counts: Mapping[str, int]) -> None:
         """Notes that a conversation is complete."""

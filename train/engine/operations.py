@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from specjax.models import ModelConfig, num_params
+from specjax.models import ModelConfig
+from specjax.models.forward_pass import active_params
 
 
 def forward_operations(model: ModelConfig, tokens: int, pairs: float) -> float:
@@ -15,7 +16,8 @@ def forward_operations(model: ModelConfig, tokens: int, pairs: float) -> float:
     """
     # An embedding lookup multiplies nothing. A tied table is also the output layer, and counts.
     lookups = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size
-    products = 2 * (num_params(model) - lookups) * tokens
+    # Of a mixture's experts a token is multiplied with those that are chosen for it.
+    products = 2 * (active_params(model) - lookups) * tokens
     return float(products + 4 * pairs * model.num_heads * model.head_dim * model.num_layers)
 
 

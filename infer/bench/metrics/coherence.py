@@ -20,6 +20,7 @@ from infer.bench.metrics.protocol import Completion, PerCompletion, library
 from infer.bench.metrics.settings import Settings
 from specjax._util.errors import OptionError, errors_as, silence_stderr
 from specjax._util.files import check_entries, expand_user
+from specjax.rewards.classifier import most_positions
 
 MEAN = "mean"
 CLS = "cls"
@@ -73,7 +74,7 @@ def of_transformers(directory: Path, pooling: str) -> Embed:
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model = transformers.AutoModel.from_pretrained(directory, local_files_only=True).eval()
-    positions = getattr(model.config, "max_position_embeddings", None) or DEFAULT_POSITIONS
+    positions = most_positions(model) or DEFAULT_POSITIONS
     max_length = min(tokenizer.model_max_length, positions)
 
     def pooled(texts: Sequence[str]) -> np.ndarray:

@@ -37,7 +37,7 @@ ALLOWED = {
     sqlite3.SQLITE_FUNCTION,
     sqlite3.SQLITE_RECURSIVE,
 }
-FENCE = re.compile(r"```(?:sql|sqlite)?\s*\n?(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+FENCE = re.compile(r"```(?:sqlite3?|sql)?\s*\n?(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 ENDS_IN_SELECT = re.compile(r"\bselect\s*\Z", re.IGNORECASE)
 BEGINS_A_QUERY = re.compile(r"\s*(select|with)\b", re.IGNORECASE)
 ORDERED = re.compile(r"\border\s+by\b", re.IGNORECASE)

@@ -7,6 +7,7 @@ redirect is followed, and it is never printed.
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import time
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from infer.bench.metrics.protocol import Completion, PerCompletion, need_references
-from infer.bench.metrics.settings import Settings
+from infer.bench.metrics.settings import JUDGE_KEY, Settings
 from specjax._util.errors import OptionError
 from specjax._util.program import say
 
@@ -133,7 +134,10 @@ class Endpoint:
     def __init__(self, url: str, model: str, key: str | None):
         self._url = url.rstrip("/")
         self._model = model
-        self._key = key
+        # A file's line end may have come along. http.client would show a key that it refuses.
+        self._key = key.strip() if key else None
+        if self._key and not (self._key.isascii() and self._key.isprintable()):
+            raise OptionError(f"{JUDGE_KEY}: expected printable ASCII characters")
         self._opener = urllib.request.build_opener(_NoRedirect)
 
     def ask(self, prompt: str) -> str:
@@ -157,7 +161,7 @@ class Endpoint:
         except urllib.error.HTTPError as error:
             kind = JudgeBusy if error.code in BUSY else OptionError
             raise self._no_answer(f"HTTP {error.code}", kind) from None
-        except (OSError, ValueError, urllib.error.URLError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise self._no_answer(str(getattr(error, "reason", error))) from None
         except (LookupError, TypeError):
             raise self._no_answer("no chat completion") from None
@@ -186,7 +190,11 @@ def make(argument: str, settings: Settings) -> ChatJudge:
         raise OptionError(f"--metric judge:{argument}: expected judge or judge:pair")
     if not settings.judge_url or not settings.judge_model:
         raise OptionError("--metric judge needs --judge-url URL and --judge-model NAME")
-    parts = urllib.parse.urlsplit(settings.judge_url)
+    try:
+        parts = urllib.parse.urlsplit(settings.judge_url)
+        _ = parts.port  # which is read here
+    except ValueError as error:
+        raise OptionError(f"--judge-url: {error}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
         raise OptionError("--judge-url: expected http://HOST:PORT/v1 or https, without a password")
     return ChatJudge(

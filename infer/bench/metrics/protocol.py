@@ -21,13 +21,17 @@ Task = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """What a model wrote after a prompt; ``task`` is the prompt's object in its file."""
+    """What a model wrote after a prompt; ``task`` is the prompt's object in its file.
+
+    ``ended``: whether it ends with an end of sequence.
+    """
 
     prompt: str
     text: str
     tokens: Sequence[int] = ()
     references: Sequence[str] = ()
     task: Task = dataclasses.field(default_factory=dict)
+    ended: bool = False
 
     @property
     def reference(self) -> str:

@@ -64,7 +64,7 @@ class Satisfaction:
         """Sums over a prompt's completions: scores, met, asked, wholly satisfied, how many."""
         constraints = [constraints_of(one.task) for one in completions]
         samples = [
-            Sample(one.text, one.prompt, one.tokens, own)
+            Sample(one.text, one.prompt, one.tokens, own, one.ended)
             for one, own in zip(completions, constraints, strict=True)
         ]
         found = np.array(self._judge.scores(samples), float)

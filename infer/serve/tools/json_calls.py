@@ -113,6 +113,9 @@ class JsonCalls(MarkedReader):
         value = _json(text)
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
             return False
+        has_arguments = "arguments" in value or "parameters" in value
+        if self._family.bare and not has_arguments and value["name"] not in self._schemas:
+            return False  # an answer in JSON
         arguments = value.get("arguments", value.get("parameters", {}))
         if not isinstance(arguments, str):  # some models write them as a text of JSON
             arguments = json.dumps(arguments, ensure_ascii=False)
