@@ -288,7 +288,7 @@ def _named(sweep: Sweep, row: dict[str, Any]) -> tuple[str, str]:
 # --- drawing ---------------------------------------------------------------------------------
 
 
-def _pyplot() -> Any:
+def svg_pyplot() -> Any:
     """matplotlib.pyplot, set up to draw the same SVG every time."""
     import matplotlib
 
@@ -309,7 +309,7 @@ def _pyplot() -> Any:
 
 def draw_positions(report: dict[str, Any], path: Path) -> None:
     """The share of rounds that accept the answers up to each adaptive token, one line per k."""
-    plt = _pyplot()
+    plt = svg_pyplot()
     rows = _lines(SWEEPS["k"], report["rows"])["sdsat"]
     figure, axis = plt.subplots(figsize=(4.6, 3.1), layout="constrained")
     for i, row in enumerate(rows):
@@ -334,7 +334,7 @@ def draw(sweep: Sweep, report: dict[str, Any], path: Path) -> None:
 
     Bars show the ± of the report.
     """
-    plt = _pyplot()
+    plt = svg_pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(7.6, 3.1), layout="constrained")
     for color, (method, rows) in zip(
         (BLUE, RED), _lines(sweep, report["rows"]).items(), strict=False
@@ -436,8 +436,8 @@ HEAD = """# All methods side by side
 <!-- Written by docs/tools/make_figures.py from docs/figures/overview.json. -->
 
 The embedded pair decodes {prompts} held-out functions × {repeats} seeds, with {max_new_tokens}
-new tokens each. All runs have batch 1, float32 and default options, but γ = 10 for `lookup` and
-`suffix`, on {cores} core(s) of {cpu}.
+new tokens each. All runs have batch 1, float32 and default options, but γ = 10 for `lookup`,
+on {cores} core(s) of {cpu}, with XLA's products (`SPECJAX_CPU_KERNELS=0`).
 
 Speed is the ratio to plain decoding of the same mode. Perplexity is that of the output under the
 unwarped target. Sampled is temperature 0.8, top-p 0.9.
@@ -451,8 +451,8 @@ time it runs
 {command}
 ```
 
-Not in this table: `cdlh`, `cdlh-appx` and `cdsl` need a reward, `sdsat` and `sdsat-single` a tuned
-target.
+Not in this table: `suffix` was not measured with it, `cdlh`, `cdlh-appx` and `cdsl` need a reward,
+`sdsat` and `sdsat-single` a tuned target.
 """
 
 

@@ -46,11 +46,10 @@ def specinfer(keys, draft, log_p):
     nodes = draft.tokens.shape[1]
     vocab = log_p.shape[-1]
     u = acceptance_uniforms(keys, draft)
-    parents = jnp.asarray(draft.parents)
 
     def visit(i, walk: _SiblingWalk) -> _SiblingWalk:
         # Parents come before children, so one pass over the nodes walks down the tree.
-        is_child = (parents[:, i] == walk.node) & draft.valid[:, i]
+        is_child = (jnp.asarray(draft.parents)[:, i] == walk.node) & draft.valid[:, i]
         return jax.lax.cond(jnp.any(is_child), lambda: attempt(i, walk, is_child), lambda: walk)
 
     def attempt(i, walk: _SiblingWalk, is_child) -> _SiblingWalk:

@@ -1,0 +1,155 @@
+"""Measures SmolLM2 with its drafters: python docs/tools/make_smollm2.py TARGET PROMPTS
+
+TARGET is what `python -m infer.convert smollm2 --out TARGET` writes, and PROMPTS what
+`python docs/tools/write_prompts.py PROMPTS` writes. Each kind of prompts is one run of infer.bench,
+beside transformers and llama.cpp. A kind that is finished is not measured again after a break.
+
+It writes docs/figures/smollm2.json, the tables of docs/benchmarks.md and docs/figures/smollm2.svg.
+With --draw it draws the numbers in docs/figures again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from make_figures import BLUE, FIGURES, GREY, KEPT, RED, svg_pyplot
+
+from infer.reporting import fill
+from specjax._util.files import markdown_table, write_text
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks.md"
+KINDS = ("chat", "code", "rewriting")
+HEAD = "smollm2-head"
+COMMON = ("--chat", "--num-prompts", "40", "--max-new-tokens", "48", "--repeats", "1")
+COMMON += ("--greedy-only", "--json")
+OF_DRAFTERS = (
+    *("--draft", HEAD, "--methods", "speculative,lookup,suffix", "--set", "speculative.gamma=2"),
+    *("--peer", "transformers,llama.cpp"),
+)
+COLUMNS = (
+    ("tokens per pass", "tokens_per_target_call", "{:.2f}"),
+    ("λ", "acceptance_rate", "{:.2f}"),
+    ("over plain decoding", "speedup", "{:.2f}"),
+    ("predicted", "predicted_speedup", "{:.2f}"),
+)
+KEPT_OF_PEERS = ("name", "ratio", "pm", "mismatches")
+COLORS = {HEAD: BLUE, "lookup": "#f2a13b", "suffix": RED}
+PLAIN = "autoregressive"
+
+
+def main() -> None:
+    """Measures what is missing, and writes tables and picture."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("target", nargs="?")
+    parser.add_argument("prompts", nargs="?", type=Path)
+    parser.add_argument("--draw", action="store_true", help="measure nothing")
+    args = parser.parse_args()
+    if not args.draw and args.prompts is None:
+        parser.error("TARGET and PROMPTS are needed, or --draw")
+    path = FIGURES / "smollm2.json"
+    kinds = json.loads(path.read_text()) if path.exists() else {}
+    for kind in () if args.draw else KINDS:
+        if kind not in kinds:
+            kinds[kind] = measure(args, kind)
+            write_text(path, json.dumps(kinds, indent=1, ensure_ascii=False) + "\n")
+    write_tables(kinds)
+    draw(kinds, FIGURES / "smollm2.svg")
+
+
+def measure(args: argparse.Namespace, kind: str) -> dict[str, Any]:
+    """The rows of a kind of prompts, and the peers' rows."""
+    prompts = ("--prompts", str(args.prompts / f"{kind}.jsonl"))
+    report = bench(args, *prompts, *OF_DRAFTERS)
+    about = {key: report[key] for key in ("machine", "prompts", "max_new_tokens")}
+    peers = [{key: row[key] for key in KEPT_OF_PEERS} for row in report["peers"]]
+    return about | {"rows": [kept(row) for row in report["rows"]], "peers": peers}
+
+
+def bench(args: argparse.Namespace, *argv: str) -> dict[str, Any]:
+    """The report of one run, in a process of its own."""
+    command = [sys.executable, "-m", "infer.bench", "--target", args.target, *COMMON, *argv]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout)
+
+
+def kept(row: dict[str, Any]) -> dict[str, Any]:
+    """The figures of a row."""
+    return {key: row[key] for key in KEPT if key in row}
+
+
+def name_of(row: dict[str, Any]) -> str:
+    """What drafts in a row."""
+    return HEAD if row["method"] == "speculative" else row["method"]
+
+
+# --- tables ----------------------------------------------------------------------------------
+
+
+def write_tables(kinds: dict[str, Any]) -> None:
+    """Writes a table for each kind between the marks of docs/benchmarks.md."""
+    parts = []
+    for kind, report in kinds.items():
+        rows = [row for row in report["rows"] if row["method"] != PLAIN]
+        heads, cells = fill(COLUMNS, rows)
+        names = [f"`{name_of(row)}`" for row in rows]
+        body = [(name, *cell) for name, cell in zip(names, cells, strict=True)]
+        parts.append(markdown_table((f"{kind}: drafts by", *heads), body))
+    parts.append(table_of_peers(kinds))
+    begin, end = "<!-- smollm2 -->\n", "<!-- /smollm2 -->"
+    before, mark, rest = BENCHMARKS.read_text(encoding="utf-8").partition(begin)
+    _, ending, after = rest.partition(end)
+    if not (mark and ending):
+        sys.exit(f"{BENCHMARKS}: no {begin.strip()} … {end} to put the tables between")
+    write_text(BENCHMARKS, before + begin + "\n".join(parts) + end + after)
+
+
+def table_of_peers(kinds: dict[str, Any]) -> str:
+    """Our plain decoding over other libraries' plain decoding."""
+    said = {
+        (row["name"], kind): f"{row['ratio']:.2f} ± {row['pm']['ratio']:.2f}"
+        for kind, report in kinds.items()
+        for row in report["peers"]
+    }
+    names = dict.fromkeys(name for name, _ in said)
+    rows = [(f"{name}", *(said[name, kind] for kind in kinds)) for name in names]
+    return markdown_table(("our plain decoding over", *kinds), rows)
+
+
+# --- drawing ---------------------------------------------------------------------------------
+
+
+def draw(kinds: dict[str, Any], path: Path) -> None:
+    """Speed over plain decoding: a group of bars for each kind of prompts."""
+    plt = svg_pyplot()
+    figure, axis = plt.subplots(figsize=(7.2, 3.0), layout="constrained")
+    width = 0.8 / len(COLORS)
+    for place, (name, color) in enumerate(COLORS.items()):
+        at = [group - 0.4 + (place + 0.5) * width for group in range(len(kinds))]
+        rows = [row_of(report, name) for report in kinds.values()]
+        speeds = [row["speedup"] for row in rows]
+        spread = [row["pm"]["speedup"] for row in rows]
+        axis.bar(at, speeds, width * 0.9, yerr=spread, color=color, label=name, capsize=2)
+        for x, row in zip(at, rows, strict=True):
+            text = f"{row['speedup']:.2f}"
+            axis.annotate(text, (x, 0.03), ha="center", fontsize=7, color="white")
+    axis.axhline(1.0, color=GREY, linewidth=0.9)
+    axis.set_xticks(range(len(kinds)), list(kinds))
+    axis.set_ylabel("speed, plain decoding = 1")
+    figure.legend(loc="outside lower center", ncols=len(COLORS), fontsize=8, frameon=False)
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def row_of(report: dict[str, Any], name: str) -> dict[str, Any]:
+    """The row of a drafter."""
+    (row,) = [row for row in report["rows"] if name_of(row) == name]
+    return row
+
+
+if __name__ == "__main__":
+    main()
