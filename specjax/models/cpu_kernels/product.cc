@@ -206,8 +206,8 @@ constexpr int kOutputs = 3;        // outputs and rows whose sums are in registe
 constexpr int kRows = 4;
 // Up to so many rows outputs are computed one by one. Weights are then read in the order in which
 // they lie, so that the CPU fetches them ahead by itself, faster than from three places at a time.
-template <typename T>
-constexpr int64_t kStreamedRows = std::is_same_v<T, float> ? 8 : 4;
+// With more rows arithmetic decides, and three outputs share what is read of the rows.
+constexpr int64_t kStreamedRows = 4;
 constexpr int64_t kPadding = 16;  // floats between widened outputs, so that they share no cache set
 
 // The weights that are read after a block of several outputs: each tile of rows fetches a part.
@@ -300,7 +300,7 @@ void DenseOutputs(int64_t rows, int64_t inputs, int64_t first, int64_t count, co
   for (int64_t i = 0; i < inputs; i += kInputs) {
     const int64_t some = std::min(kInputs, inputs - i);
     int64_t o = 0;
-    for (; rows > kStreamedRows<T> && o + kOutputs <= count; o += kOutputs) {
+    for (; rows > kStreamedRows && o + kOutputs <= count; o += kOutputs) {
       const T* at = w + (first + o) * inputs + i;
       AddDotsOfRows<T, kOutputs>(rows, x + i, inputs, at, inputs, some, at + kOutputs * inputs,
                                  &sums[o], count);
