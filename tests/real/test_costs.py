@@ -1,10 +1,8 @@
 """What real models cost: memory by the peak that Linux counts (VmHWM), times by ratios in a run."""
 
-import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -16,8 +14,6 @@ from support.real_models import installed_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.real, pytest.mark.usefixtures("optimized")]
 reads_memory = pytest.mark.skipif(sys.platform != "linux", reason="VmHWM stands in /proc")
-SERVED = Path(__file__).parents[1] / "support" / "served_memory.py"
-COMPILED = 400 << 20  # bytes of programs for longer prompts, and of what compiling them leaves
 LONG, SHORT, SHORTS = 1500, 20, 7
 PEAK = """
 import sys, specjax as sj
@@ -97,13 +93,3 @@ def test_a_benchmark_writes_its_first_result_long_before_its_end(tmp_path):
     assert process.returncode == 0
     assert first is not None, "no result stood in runs.jsonl before the end"
     assert first <= whole / 2
-
-
-@reads_memory
-def test_a_servers_memory_stays_within_its_bound():
-    """64 clients come at once. What the server may keep, and programs, is all that it grows by."""
-    installed_file("smollm2")
-    command = [sys.executable, str(SERVED), "smollm2", "64"]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    bytes_of = json.loads(done.stdout)
-    assert bytes_of["after"] - bytes_of["before"] <= bytes_of["bound"] + COMPILED
