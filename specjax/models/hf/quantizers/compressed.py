@@ -76,9 +76,9 @@ class Entry:
         group = weights.get("group_size")
         strategy = weights.get("strategy")
         if strategy is None:
-            strategy = "group"
-            if group is None or group == -1:
-                strategy = "tensor" if group is None else "channel"
+            strategy = "tensor" if group is None else "group"
+            if group == -1:
+                strategy = "channel"
         if not isinstance(strategy, str) or strategy not in STRATEGIES:
             raise refuse_setting("strategy", strategy, ", ".join(STRATEGIES))
         if strategy in ("group", "tensor_group"):
