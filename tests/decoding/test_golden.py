@@ -22,7 +22,7 @@ models = functools.cache(golden.models)
 def test_tokens_and_counters(name):
     """Batches of four. Methods without a draft model share test_decode's compiled programs."""
     known = json.loads(golden.FILE.read_text())
-    for mode in golden.SAMPLINGS:
+    for mode in golden.modes(name):
         assert golden.run(name, mode, 4, models()) == known[f"{name} {mode}"], mode
 
 

@@ -34,6 +34,11 @@ def prompts() -> list[list[int]]:
     return [rng.integers(0, 97, int(n)).tolist() for n in rng.integers(1, 60, 20)]
 
 
+def modes(name: str) -> list[str]:
+    """The keys of SAMPLINGS that a method takes: reward-guided ones are greedy."""
+    return ["greedy"] if sj.method(name).needs_reward else list(SAMPLINGS)
+
+
 def run(name: str, mode: str, batch_size: int, pair: tuple[sj.LM, sj.LM]) -> dict:
     """Tokens and counters of one method, as the file holds them."""
     target, draft = pair
@@ -61,7 +66,7 @@ def main() -> None:
     lines = [
         f"{json.dumps(f'{name} {mode}')}: {json.dumps(run(name, mode, 8, pair))}"
         for name in sj.methods()
-        for mode in SAMPLINGS
+        for mode in modes(name)
     ]
     FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
