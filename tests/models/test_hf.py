@@ -368,9 +368,12 @@ def test_transformers_keeps_such_a_head_as_well(name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_loading_needs_little_more_memory_than_what_is_kept(tmp_path):
-    """Half of the model is its table, which is larger than anything else that is read at once."""
-    config = variants.config("tied") | {"vocab_size": 200_000, "hidden_size": 256}
-    config |= {"num_hidden_layers": 24, "intermediate_size": 2048}
+    """Half of the model is its table, which is larger than anything else that is read at once.
+
+    It is large beside what any load takes: a layer's weights as they were read, some 10 MB in all.
+    """
+    config = variants.config("tied") | {"vocab_size": 400_000, "hidden_size": 256}
+    config |= {"num_hidden_layers": 48, "intermediate_size": 2048}
     config |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
     cfg = from_hf(config)
     save_pretrained(tmp_path, cfg, init_params(cfg, jax.random.key(0)))
