@@ -26,7 +26,7 @@ from specjax._util.errors import OptionError
 from specjax.core import loop
 from specjax.core.sampling import Sampling
 from specjax.lm import LM
-from specjax.models.cache import bucket
+from specjax.models.cache import bucket, bucket_below
 from specjax.registry import MethodSpec, method
 from specjax.runtime.engine import Engine
 from specjax.runtime.generate import check_draft_context, encode_prompt, make_engine
@@ -347,9 +347,26 @@ class Admission:
         free = self.memory - self._needed(engine)
         return min(self.prefixes, free // self._bytes(engine, engine.data_parallel_size))
 
-    def _bytes(self, engine: Engine, rows: int) -> int:
-        """The most bytes that so many rows of a method can need, from shapes alone."""
-        capacity = bucket(self.bounds.total + engine.method.round_positions)
+    @property
+    def most_bytes(self) -> int:
+        """The most bytes that the default method's slots, a prefill and kept prompts can need.
+
+        While slots grow to the next length, those before are still there. Compiled programs and
+        what a pass computes come on top.
+        """
+        engine, kept = self._engine(self.method, self.defaults, True)
+        capacity = bucket_below(self._capacity(engine))
+        before_growth = self._bytes(engine, self.size, capacity)
+        prompts = kept * self._bytes(engine, engine.data_parallel_size)
+        return self._needed(engine) + before_growth + prompts
+
+    def _capacity(self, engine: Engine) -> int:
+        """The most cache positions that a row of a method can need."""
+        return bucket(self.bounds.total + engine.method.round_positions)
+
+    def _bytes(self, engine: Engine, rows: int, capacity: int | None = None) -> int:
+        """The bytes of so many rows of a method, from shapes alone; by default the most."""
+        capacity = capacity or self._capacity(engine)
         tokens = jax.ShapeDtypeStruct((rows, capacity), jnp.int32)
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
         empty = loop.empty_state(engine.method, True)

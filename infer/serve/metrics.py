@@ -6,6 +6,7 @@ import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from infer.serve.admission import Admission
 from infer.serve.engine_thread import EngineThread, Submission
 from infer.serve.log import log_request
 from infer.serve.vllm_metrics import VllmMetrics
@@ -58,13 +59,17 @@ class PrometheusMetrics:
         self._schedulers = self._new(
             Gauge, "flights", "Methods, with their options, that hold batch slots in memory"
         )
+        self._most_bytes = self._new(
+            Gauge, "most_bytes", "What slots, a prefill and kept prompts of the default method need"
+        )
 
     def _new(self, kind: type, name: str, text: str, labels=(), **options):
         """Registers one metric, as ``specjax_<name>``."""
         return kind(f"specjax_{name}", text, labels, registry=self.registry, **options)
 
-    def watch(self, engine: EngineThread) -> None:
+    def watch(self, engine: EngineThread, admission: Admission) -> None:
         """Reads the gauges from this engine whenever the page is asked for."""
+        self._most_bytes.set_function(lambda: admission.most_bytes)
         self._waiting.set_function(lambda: engine.num_waiting)
         self._running.set_function(lambda: engine.num_running)
         self._schedulers.set_function(lambda: engine.num_schedulers)

@@ -184,7 +184,7 @@ def assembled(
         workers=args.max_methods + 2 if target.mesh is None else 1,
         hosts=hosts,
     )
-    metrics.watch(engine)
+    metrics.watch(engine, admission)
     try:
         yield Server(admission, engine, metrics, args.max_body, keys, args.allowed_host), engine
     finally:

@@ -14,6 +14,7 @@ from support.real_models import installed_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.real, pytest.mark.usefixtures("optimized")]
 reads_memory = pytest.mark.skipif(sys.platform != "linux", reason="VmHWM stands in /proc")
+PASS = 64  # MiB that a pass computes, and that are freed but not yet given back
 LONG, SHORT, SHORTS = 1500, 20, 7
 PEAK = """
 import sys, specjax as sj
@@ -93,3 +94,12 @@ def test_a_benchmark_writes_its_first_result_long_before_its_end(tmp_path):
     assert process.returncode == 0
     assert first is not None, "no result stood in runs.jsonl before the end"
     assert first <= whole / 2
+
+
+@reads_memory
+def test_a_servers_memory_stays_within_its_bound():
+    """64 clients come at once, to a server that has compiled its programs before."""
+    installed_file("smollm2")
+    mib = tools.load("measure_served_memory").measure("smollm2", 64)
+    assert mib["after"] - mib["before"] <= mib["bound"]
+    assert mib["most"] - mib["before"] <= mib["bound"] + PASS
