@@ -28,8 +28,8 @@ from specjax.registry import METHODS
 FIGURES, PAGES = (Path(__file__).parents[1] / name for name in ("figures", "pages"))
 OVERVIEW = PAGES / "overview.md"
 COMMON = ("--num-prompts", "40", "--repeats", "3", "--max-new-tokens", "32")
-# Their own draft lengths would follow the clock.
-FIXED_LENGTHS = ("--set", "lookup.gamma=10", "--set", "suffix.gamma=10")
+# Methods whose own draft lengths would follow the clock, and the length that they have here.
+CLOCKED, LENGTH = ("lookup", "suffix"), 10
 PLAIN, AT_ONCE = "autoregressive", 4  # methods of the overview in one run
 KEPT = (
     "method",
@@ -191,13 +191,20 @@ def _overview() -> tuple[str, list[dict[str, Any]]]:
     """
     names, reports = [name for name in _comparable() if name != PLAIN], []
     for first in range(0, len(names), AT_ONCE):
-        methods = ",".join([PLAIN, *names[first : first + AT_ONCE]])
-        fixed = FIXED_LENGTHS if "lookup" in methods or "suffix" in methods else ()
-        reports.append(_bench("--methods", methods, *fixed))
+        methods = [PLAIN, *names[first : first + AT_ONCE]]
+        reports.append(_bench("--methods", ",".join(methods), *fixed_lengths(methods)))
         jax.clear_caches()
-    words = ["python -m infer.bench", *COMMON, f"--methods {PLAIN},METHOD,…", *FIXED_LENGTHS]
-    command = " ".join(words)
+    command = " ".join(["python -m infer.bench", *COMMON, f"--methods {PLAIN},METHOD,…"])
     return command, reports
+
+
+def fixed_lengths(methods: Sequence[str]) -> list[str]:
+    """Arguments that fix draft lengths: infer.bench refuses those of a method not in the run."""
+    argv = []
+    for name in CLOCKED:
+        if name in methods:
+            argv += ["--set", f"{name}.gamma={LENGTH}"]
+    return argv
 
 
 def read(name: str) -> dict[str, Any]:

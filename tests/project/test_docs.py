@@ -18,6 +18,15 @@ def test_page_of_choice_is_current():
     assert module.PAGE.read_text(encoding="utf-8") == module.make_page()
 
 
+def test_draft_lengths_are_fixed_for_methods_of_the_run_alone():
+    """infer.bench refuses an option of a method that is not in its run."""
+    fixed_lengths = load("make_figures").fixed_lengths
+    assert fixed_lengths(["autoregressive", "lookup-mentored", "mentored"]) == []
+    assert fixed_lengths(["lookup-mentored", "lookup"]) == ["--set", "lookup.gamma=10"]
+    both = fixed_lengths(["lookup", "suffix"])
+    assert both == ["--set", "lookup.gamma=10", "--set", "suffix.gamma=10"]
+
+
 def test_what_methods_need_in_words_is_what_they_refuse_without():
     module = load("make_methods")
     model = module._tiny()
