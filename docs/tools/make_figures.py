@@ -13,7 +13,7 @@ import io
 import json
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ from infer.bench import commands as bench
 from infer.reporting import fill
 from infer.uncertainty import SPREAD_NOTE
 from specjax._util.files import markdown_table, write_text
-from specjax.registry import METHODS
+from specjax._util.platform import CPU_KERNELS_VARIABLE
+from specjax.models.cpu_kernels import narrow_product
+from specjax.registry import METHODS, MethodSpec
 
 FIGURES, PAGES = (Path(__file__).parents[1] / name for name in ("figures", "pages"))
 OVERVIEW = PAGES / "overview.md"
@@ -170,6 +172,7 @@ def measure(name: str) -> None:
     kept = [{key: row[key] for key in KEPT if key in row} for row in rows.values()]
     about = "machine", "prompts", "repeats", "seed", "max_new_tokens", "c"
     whole = {"command": command, "rows": kept} | {key: reports[0][key] for key in about}
+    whole["cpu_kernels"] = narrow_product.problem() is None
     text = json.dumps(whole, indent=1, ensure_ascii=False)
     write_text(FIGURES / f"{name}.json", text + "\n")
 
@@ -214,11 +217,14 @@ def read(name: str) -> dict[str, Any]:
 
 def _comparable() -> list[str]:
     """Methods that run on the embedded pair without a reward or a tuned target."""
-    return [
-        name
-        for name, spec in METHODS.items()
-        if not spec.needs_reward and spec.drafter != "adaptive"
-    ]
+    return [name for name, spec in METHODS.items() if not _needs(spec)]
+
+
+def _needs(spec: MethodSpec) -> str:
+    """What keeps a method from running on the embedded pair; empty: nothing."""
+    if spec.needs_reward:
+        return "need a reward"
+    return "need a tuned target" if spec.drafter == "adaptive" else ""
 
 
 # --- tables ----------------------------------------------------------------------------------
@@ -442,25 +448,30 @@ HEAD = """# All methods side by side
 
 <!-- Written by docs/tools/make_figures.py from docs/figures/overview.json. -->
 
-The embedded pair decodes {prompts} held-out functions × {repeats} seeds, with {max_new_tokens}
-new tokens each. All runs have batch 1, float32 and default options, but γ = 10 for `lookup`,
-on {cores} core(s) of {cpu}, with XLA's products (`SPECJAX_CPU_KERNELS=0`).
+{measured}
 
 Speed is the ratio to plain decoding of the same mode. Perplexity is that of the output under the
 unwarped target. Sampled is temperature 0.8, top-p 0.9.
 
 {pm}
 
-`python docs/tools/make_figures.py overview` measures and writes this page. For four methods at a
-time it runs
+{how}
 
 ```bash
 {command}
 ```
 
-Not in this table: `suffix` was not measured with it, `cdlh`, `cdlh-appx` and `cdsl` need a reward,
-`sdsat` and `sdsat-single` a tuned target.
+{absent}
 """
+MEASURED = (
+    "The embedded pair decodes {prompts} held-out functions × {repeats} seeds, with "
+    "{max_new_tokens} new tokens each. All runs have batch 1, float32 and default options{fixed}, "
+    "on {cores} core(s) of {cpu}, with {products}."
+)
+HOW = (
+    "`python docs/tools/make_figures.py overview` measures and writes this page. For four methods "
+    "at a time it runs the following{settings}:"
+)
 
 
 SHOWN = tuple((key, key, "{:.2f}") for key in ("speedup", "block_efficiency", "perplexity"))
@@ -468,8 +479,8 @@ SHOWN = tuple((key, key, "{:.2f}") for key in ("speedup", "block_efficiency", "p
 
 def overview_page(report: dict[str, Any]) -> str:
     """The table of methods: speed, tokens per round and perplexity, greedy and sampled."""
-    head = HEAD.format(**report["machine"], **report, pm=SPREAD_NOTE)
     names = dict.fromkeys(row["method"] for row in report["rows"])
+    head = overview_head(report, names)
     measured = {(row["method"], row["mode"]): row for row in report["rows"]}
     figures = "tokens/round", "perplexity"
     columns = "method", "lossless", "greedy: speed", *figures, "sampled: speed", *figures
@@ -482,6 +493,48 @@ def overview_page(report: dict[str, Any]) -> str:
             cells += fill(SHOWN, [row])[1][0]
         rows.append(cells)
     return head + "\n" + markdown_table(columns, rows)
+
+
+def overview_head(report: dict[str, Any], names: Collection[str]) -> str:
+    """What was measured and how, and which methods were not."""
+    rows = [row for row in report["rows"] if row["method"] in CLOCKED]
+    lengths = {row["method"]: row["options"]["gamma"] for row in rows}
+    fixed = " and ".join(f"γ = {gamma} for `{name}`" for name, gamma in lengths.items())
+    settings = " and ".join(
+        f"`--set {name}.gamma={gamma}` beside `{name}`" for name, gamma in lengths.items()
+    )
+    measured = MEASURED.format(
+        **report["machine"],
+        **report,
+        fixed=fixed and f", but {fixed}",
+        products=products(report),
+    )
+    how = HOW.format(settings=settings and f", with {settings}")
+    return HEAD.format(
+        measured=textwrap.fill(measured, 100),
+        pm=textwrap.fill(SPREAD_NOTE, 100),
+        how=textwrap.fill(how, 100),
+        command=report["command"],
+        absent=absent(names),
+    )
+
+
+def products(report: dict[str, Any]) -> str:
+    """Whose products the run computed with."""
+    if report["cpu_kernels"]:
+        return "our CPU kernels"
+    return f"XLA's products (`{CPU_KERNELS_VARIABLE}=0`)"
+
+
+def absent(names: Collection[str]) -> str:
+    """The methods that are not among ``names``, and why."""
+    reasons: dict[str, list[str]] = {}
+    for name, spec in METHODS.items():
+        if name not in names:
+            why = _needs(spec) or "not measured in this run"
+            reasons.setdefault(why, []).append(f"`{name}`")
+    said = "; ".join(f"{', '.join(found)} ({why})" for why, found in reasons.items())
+    return textwrap.fill(f"Not in this table: {said}.", 100)
 
 
 if __name__ == "__main__":

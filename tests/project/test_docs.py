@@ -18,6 +18,25 @@ def test_page_of_choice_is_current():
     assert module.PAGE.read_text(encoding="utf-8") == module.make_page()
 
 
+def test_overview_is_current():
+    module = load("make_figures")
+    page = module.overview_page(module.read("overview"))
+    assert module.OVERVIEW.read_text(encoding="utf-8") == page
+
+
+def test_overview_says_what_its_report_says():
+    """Products, draft lengths and missing methods are those of the report that is shown."""
+    module = load("make_figures")
+    report = module.read("overview")
+    assert "XLA's products" in " ".join(module.overview_page(report).split())
+    for row in [row for row in report["rows"] if row["method"] == "lookup"]:
+        report["rows"].append(row | {"method": "suffix"})
+    page = " ".join(module.overview_page(report | {"cpu_kernels": True}).split())
+    assert "with our CPU kernels." in page
+    assert "but γ = 10 for `lookup` and γ = 10 for `suffix`," in page
+    assert "not measured" not in page and "`sdsat-single` (need a tuned target)." in page
+
+
 def test_draft_lengths_are_fixed_for_methods_of_the_run_alone():
     """infer.bench refuses an option of a method that is not in its run."""
     fixed_lengths = load("make_figures").fixed_lengths
