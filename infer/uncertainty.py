@@ -19,7 +19,7 @@ RESAMPLES = 1000
 LEVEL = 0.95
 SPREAD_NOTE = (
     f"± is half of the {LEVEL:.0%} interval over {RESAMPLES:,} bootstrap resamples of the prompts, "
-    "each with all its seeds."
+    "each with all its seeds. Speeds of separate runs may differ by more."
 )
 
 # A figure and its ±. The figure is None if nothing was counted, the ± if there is one prompt.

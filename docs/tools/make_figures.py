@@ -153,7 +153,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not args.draw:
             measure(name)
         if name == "overview":
-            write_text(OVERVIEW, overview_page(read("overview")))
+            others = [read(sweep) for sweep in SWEEPS]
+            write_text(OVERVIEW, overview_page(read("overview"), others))
         else:
             draw(SWEEPS[name], read(name), FIGURES / f"{name}.svg")
             write_table(name, read(name))
@@ -255,8 +256,8 @@ def write_table(name: str, report: dict[str, Any]) -> None:
     page = PAGES / f"{sweep.page}.md"
     mode = report["rows"][0]["mode"]
     drawn = "greedy" if mode == "greedy" else "temperature 0.8, top-p 0.9"
-    said = about.format(**report) + f"new tokens each, {drawn}, batch 1, {{cores}} core(s). "
-    said = said.format(**report["machine"]) + "± as in the [overview](overview.md)"
+    said = about.format(**report) + f"new tokens each, {drawn}, batch 1, {cores(report)}. "
+    said += "± as in the [overview](overview.md)"
     said += f" ([numbers](../figures/{name}.json))."
     if name == "k":
         predict_v5e(report["rows"])
@@ -273,6 +274,12 @@ def write_table(name: str, report: dict[str, Any]) -> None:
     if not (mark and ending):
         sys.exit(f"{page}: no {begin.strip()} … {end} to put the table between")
     write_text(page, f"{before}{begin}{textwrap.fill(said, 100)}\n\n{table}{end}{after}")
+
+
+def cores(report: dict[str, Any]) -> str:
+    """How many cores a run had."""
+    count = report["machine"]["cores"]
+    return "one core" if count == 1 else f"{count} cores"
 
 
 def predict_v5e(rows: list[dict[str, Any]]) -> None:
@@ -466,7 +473,7 @@ unwarped target. Sampled is temperature 0.8, top-p 0.9.
 MEASURED = (
     "The embedded pair decodes {prompts} held-out functions × {repeats} seeds, with "
     "{max_new_tokens} new tokens each. All runs have batch 1, float32 and default options{fixed}, "
-    "on {cores} core(s) of {cpu}, with {products}."
+    "on {cores} of {cpu}, with {products}."
 )
 HOW = (
     "`python docs/tools/make_figures.py overview` measures and writes this page. For four methods "
@@ -477,10 +484,13 @@ HOW = (
 SHOWN = tuple((key, key, "{:.2f}") for key in ("speedup", "block_efficiency", "perplexity"))
 
 
-def overview_page(report: dict[str, Any]) -> str:
-    """The table of methods: speed, tokens per round and perplexity, greedy and sampled."""
+def overview_page(report: dict[str, Any], others: Sequence[dict[str, Any]]) -> str:
+    """The table of methods: speed, tokens per round and perplexity, greedy and sampled.
+
+    ``others`` are reports of other runs, which may have some of the same rows.
+    """
     names = dict.fromkeys(row["method"] for row in report["rows"])
-    head = overview_head(report, names)
+    head = overview_head(report, names, spread_of_runs([report, *others]))
     measured = {(row["method"], row["mode"]): row for row in report["rows"]}
     figures = "tokens/round", "perplexity"
     columns = "method", "lossless", "greedy: speed", *figures, "sampled: speed", *figures
@@ -495,7 +505,7 @@ def overview_page(report: dict[str, Any]) -> str:
     return head + "\n" + markdown_table(columns, rows)
 
 
-def overview_head(report: dict[str, Any], names: Collection[str]) -> str:
+def overview_head(report: dict[str, Any], names: Collection[str], spread: str) -> str:
     """What was measured and how, and which methods were not."""
     rows = [row for row in report["rows"] if row["method"] in CLOCKED]
     lengths = {row["method"]: row["options"]["gamma"] for row in rows}
@@ -504,19 +514,43 @@ def overview_head(report: dict[str, Any], names: Collection[str]) -> str:
         f"`--set {name}.gamma={gamma}` beside `{name}`" for name, gamma in lengths.items()
     )
     measured = MEASURED.format(
-        **report["machine"],
         **report,
+        cores=cores(report),
+        cpu=report["machine"]["cpu"],
         fixed=fixed and f", but {fixed}",
         products=products(report),
     )
     how = HOW.format(settings=settings and f", with {settings}")
     return HEAD.format(
         measured=textwrap.fill(measured, 100),
-        pm=textwrap.fill(SPREAD_NOTE, 100),
+        pm=textwrap.fill(f"{SPREAD_NOTE} {spread}", 100),
         how=textwrap.fill(how, 100),
         command=report["command"],
         absent=absent(names),
     )
+
+
+def spread_of_runs(reports: Sequence[dict[str, Any]]) -> str:
+    """How far apart sampled speculative's speeds are in runs under the first one's conditions.
+
+    Empty if that is the only such run.
+    """
+    rows = [row | _conditions(report) for report in reports for row in report["rows"]]
+    ours = next(row for row in rows if (row["method"], row["mode"]) == ("speculative", "sampled"))
+    same = ("method", "mode", "options", *_conditions(reports[0]))
+    speeds = [row["speedup"] for row in rows if all(row[key] == ours[key] for key in same)]
+    if len(speeds) == 1:
+        return ""
+    return (
+        f"Sampled `speculative` with γ = {ours['options']['gamma']} came to speeds from "
+        f"{min(speeds):.2f} to {max(speeds):.2f} in {len(speeds)} runs for these pages."
+    )
+
+
+def _conditions(report: dict[str, Any]) -> dict[str, Any]:
+    """What runs must have in common for their speeds to be compared."""
+    about = "machine", "cpu_kernels", "prompts", "repeats", "seed", "max_new_tokens"
+    return {key: report[key] for key in about}
 
 
 def products(report: dict[str, Any]) -> str:
