@@ -2,7 +2,8 @@
 
 TARGET is what `python -m infer.convert smollm2 --out TARGET` writes, and PROMPTS what
 `python docs/tools/write_prompts.py PROMPTS` writes. Each kind of prompts is one run of infer.bench,
-beside transformers and llama.cpp. A kind that is finished is not measured again after a break.
+beside transformers and llama.cpp. It measures the kinds that docs/figures/smollm2.json lacks; with
+--again all of them, and after a break those that are not finished yet (in runs/smollm2.json).
 
 It writes docs/figures/smollm2.json, the tables of docs/benchmarks.md and docs/figures/smollm2.svg.
 With --draw it draws the numbers in docs/figures again.
@@ -23,6 +24,7 @@ from infer.reporting import fill
 from specjax._util.files import markdown_table, write_text
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks.md"
+UNFINISHED = Path(__file__).parents[2] / "runs" / "smollm2.json"  # what --again has measured so far
 KINDS = ("chat", "code", "rewriting")
 HEAD = "smollm2-head"
 COMMON = ("--chat", "--num-prompts", "40", "--max-new-tokens", "48", "--repeats", "1")
@@ -47,18 +49,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("target", nargs="?")
     parser.add_argument("prompts", nargs="?", type=Path)
-    parser.add_argument("--draw", action="store_true", help="measure nothing")
+    measured = parser.add_mutually_exclusive_group()
+    measured.add_argument("--again", action="store_true", help="measure all kinds anew")
+    measured.add_argument("--draw", action="store_true", help="measure nothing")
     args = parser.parse_args()
     if not args.draw and args.prompts is None:
         parser.error("TARGET and PROMPTS are needed, or --draw")
     path = FIGURES / "smollm2.json"
-    kinds = json.loads(path.read_text()) if path.exists() else {}
+    kinds = read(path)
+    done = read(UNFINISHED) if args.again else dict(kinds)
     for kind in () if args.draw else KINDS:
-        if kind not in kinds:
-            kinds[kind] = measure(args, kind)
-            write_text(path, json.dumps(kinds, indent=1, ensure_ascii=False) + "\n")
+        if kind not in done:
+            done[kind] = kinds[kind] = measure(args, kind)
+            write(path, kinds)
+            if args.again:
+                write(UNFINISHED, done)
+    if args.again:
+        UNFINISHED.unlink(missing_ok=True)  # the next --again measures all kinds
     write_tables(kinds)
     draw(kinds, FIGURES / "smollm2.svg")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The kinds in a file; none if there is no file."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def write(path: Path, kinds: dict[str, Any]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    write_text(path, json.dumps(kinds, indent=1, ensure_ascii=False) + "\n")
 
 
 def measure(args: argparse.Namespace, kind: str) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """Generated pages are current, links lead to files, and figures exist and are small."""
 
+import contextlib
 import re
+import sys
 
 from specjax.registry import METHODS
 from support.tools import DOCS, load
@@ -46,6 +48,38 @@ def test_draft_lengths_are_fixed_for_methods_of_the_run_alone():
     assert fixed_lengths(["lookup-mentored", "lookup"]) == ["--set", "lookup.gamma=10"]
     both = fixed_lengths(["lookup", "suffix"])
     assert both == ["--set", "lookup.gamma=10", "--set", "suffix.gamma=10"]
+
+
+def test_smollm2_is_measured_again_kind_by_kind(monkeypatch, tmp_path):
+    """A break costs the kind that was not finished, and the next time all are measured."""
+    monkeypatch.syspath_prepend(str(DOCS / "tools"))
+    tool = load("make_smollm2")
+    figures, unfinished = tmp_path / "figures", tmp_path / "runs" / "smollm2.json"
+    for name, value in (("FIGURES", figures), ("UNFINISHED", unfinished)):
+        monkeypatch.setattr(tool, name, value)
+    for name in ("write_tables", "draw"):
+        monkeypatch.setattr(tool, name, lambda *_: None)
+    tool.write(figures / "smollm2.json", dict.fromkeys(tool.KINDS, "old"))
+    asked = []
+
+    def run(*argv, fails_at=None):
+        def measure(args, kind):
+            if kind == fails_at:
+                raise KeyboardInterrupt
+            asked.append(kind)
+            return "new"
+
+        asked.clear()
+        monkeypatch.setattr(tool, "measure", measure)
+        monkeypatch.setattr(sys, "argv", ["make_smollm2.py", "TARGET", "PROMPTS", *argv])
+        with contextlib.suppress(KeyboardInterrupt):
+            tool.main()
+        return asked, list(tool.read(figures / "smollm2.json").values())
+
+    assert run() == ([], ["old", "old", "old"])
+    assert run("--again", fails_at="code") == (["chat"], ["new", "old", "old"])
+    assert run("--again") == (["code", "rewriting"], ["new", "new", "new"])
+    assert run("--again")[0] == ["chat", "code", "rewriting"]
 
 
 def test_what_methods_need_in_words_is_what_they_refuse_without():
