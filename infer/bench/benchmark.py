@@ -248,6 +248,7 @@ def _peers(
             eos_ids=[] if ignores_eos else list(setting.target.eos_ids),
             threads=os.cpu_count() or 1,
             on_cpu=jax.default_backend() == "cpu",
+            dtype=setting.target.dtype.name,
         )
         peers.append(Peer(name, job))
     return peers

@@ -35,6 +35,7 @@ class PeerJob(NamedTuple):
       eos_ids: tokens that end a text, as they end ours; none with ``--ignore-eos``.
       threads: of the peer, on a CPU.
       on_cpu: our model is on a CPU, so the peer's is as well.
+      dtype: of our model, such as ``float32``.
     """
 
     target: str
@@ -45,6 +46,7 @@ class PeerJob(NamedTuple):
     eos_ids: list[int]
     threads: int
     on_cpu: bool
+    dtype: str
 
 
 class Clock:

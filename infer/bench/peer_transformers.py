@@ -13,15 +13,34 @@ from typing import Any
 from infer.bench.peer_process import Mode, PeerJob, main
 
 
-def load(directory: str) -> Any:
-    """The model in float32, ready to decode.
+def device_of(job: PeerJob) -> str:
+    """The kind of device that our model is on, as torch calls it.
+
+    Raises:
+      RuntimeError: torch sees no such device.
+    """
+    import torch
+
+    if job.on_cpu:
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            "our model is on an accelerator, and torch sees no GPU: install torch for CUDA, or set "
+            "JAX_PLATFORMS=cpu"
+        )
+    return "cuda"
+
+
+def load(directory: str, job: PeerJob) -> Any:
+    """A model on our device and in our dtype, ready to decode.
 
     Of its generation config only the special ids stay: penalties would change the peer's tokens
     alone.
     """
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype="float32").eval()
+    device = device_of(job)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=job.dtype).eval().to(device)
     ids = {
         name: getattr(model.generation_config, name) for name in ("bos_token_id", "eos_token_id")
     }
@@ -35,10 +54,12 @@ def make_mode(model: Any, **options: Any) -> Mode:
 
     def mode(prompt: list[int], budget: int, began: Callable[[], None]) -> list[int]:
         def after_round(ids: Any, scores: Any, **_: Any) -> Any:
+            if ids.is_cuda:
+                torch.cuda.synchronize()  # before that the token is not there
             began()
             return ids[:, 0] < 0  # no row stops here
 
-        ids = torch.tensor([prompt])
+        ids = torch.tensor([prompt], device=model.device)
         with torch.inference_mode():
             generated = model.generate(
                 ids,
@@ -63,16 +84,16 @@ def make_modes(job: PeerJob) -> dict[str, Mode]:
     torch.set_num_threads(job.threads)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    target = load(job.target)
+    target = load(job.target, job)
     target.generation_config.eos_token_id = job.eos_ids or None
     modes = {"generate": make_mode(target)}
     if job.draft:
-        draft = load(job.draft)
+        draft = load(job.draft, job)
         draft.generation_config.num_assistant_tokens = job.gamma
         draft.generation_config.num_assistant_tokens_schedule = "constant"
         draft.generation_config.assistant_confidence_threshold = 0.0
         modes["assisted"] = make_mode(target, assistant_model=draft)
-        modes["assisted-default"] = make_mode(target, assistant_model=load(job.draft))
+        modes["assisted-default"] = make_mode(target, assistant_model=load(job.draft, job))
     return modes
 
 

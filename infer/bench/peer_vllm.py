@@ -14,13 +14,13 @@ from infer.bench.peer_process import Mode, PeerJob, main
 
 
 def make_modes(job: PeerJob) -> dict[str, Mode]:
-    """Plain greedy decoding of a job's target, in float32."""
+    """Plain greedy decoding of a job's target, in our dtype."""
     os.environ.setdefault("OMP_NUM_THREADS", str(job.threads))
     from vllm import LLM, SamplingParams, TokensPrompt
 
     target = LLM(
         model=job.target,
-        dtype="float32",
+        dtype=job.dtype,
         max_model_len=max(map(len, job.prompts)) + job.budget,
         max_num_seqs=1,
         skip_tokenizer_init=True,  # prompts are token ids, and so is what comes back

@@ -106,6 +106,10 @@ def peer_weights(name: str, source: str, quantize: str | None, scratch: Path) ->
                 f"--peer {name} reads no GGUF file: python -m infer.convert {source} --out DIR, "
                 "and --target DIR"
             )
+        if quantize:
+            raise OptionError(
+                f"--peer {name} has no weights of --quantize {quantize}: leave --quantize out"
+            )
         return source
     if quantize not in KINDS:
         raise OptionError(

@@ -242,7 +242,7 @@ def test_transformers_is_timed_every_repeat_and_agrees(small, short_curve, capsy
 @pytest.mark.torch
 def test_peer_failure_is_one_line_and_leaves_no_process(tmp_path):
     pytest.importorskip("torch")
-    job = PeerJob(str(tmp_path), None, [[1]], budget=4, gamma=2, eos_ids=[], threads=1, on_cpu=True)
+    job = PeerJob(str(tmp_path), None, [[1]], 4, 2, [], 1, on_cpu=True, dtype="float32")
     peer = peers.Peer("transformers", job)
     with pytest.raises(OptionError, match="peer failed") as caught, peer:
         pass

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import specjax as sj
-from infer.bench import peer_llama_cpp, peer_process, peer_vllm, peers
+from infer.bench import peer_llama_cpp, peer_process, peer_transformers, peer_vllm, peers
 from infer.bench.commands import main
 from infer.bench.peer_process import PeerJob
 from infer.gguf_weights import write_weights
@@ -138,6 +138,7 @@ def test_a_peer_decodes_what_we_decode(checkpoint, tmp_path, monkeypatch, name):
         eos_ids=eos_ids,
         threads=2,
         on_cpu=True,
+        dtype="float32",
     )
     lines = iter([json.dumps(job._asdict()), "{}", "{}"])
     ready, *repeats = peer_process.answers(lines, peer.make_modes)
@@ -161,6 +162,7 @@ def test_a_peer_decodes_what_we_decode(checkpoint, tmp_path, monkeypatch, name):
     [
         ("transformers", True, None, "infer.convert"),
         ("vllm", True, None, "infer.convert"),
+        ("transformers", False, "int8", "leave --quantize out"),
         ("llama.cpp", True, "int8", "as it is"),
         ("llama.cpp", False, "int4", "int8"),
     ],
@@ -170,6 +172,29 @@ def test_weights_that_a_peer_cannot_read(tmp_path, name, file, quantize, says):
     with pytest.raises(OptionError, match=says) as caught:
         peers.peer_weights(name, str(source), quantize, tmp_path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def on_a_gpu():
+    """A job beside a model of ours in bfloat16 on a GPU."""
+    return PeerJob("", None, PROMPTS, BUDGET, 4, [], threads=1, on_cpu=False, dtype="bfloat16")
+
+
+@pytest.mark.torch
+def test_transformers_beside_a_gpu_needs_one(on_a_gpu, monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match=r"torch sees no GPU: .*JAX_PLATFORMS=cpu"):
+        peer_transformers.make_modes(on_a_gpu)
+
+
+@pytest.mark.torch
+def test_transformers_has_our_device_and_dtype(tiny_pair_dirs, on_a_gpu, monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert peer_transformers.device_of(on_a_gpu) == "cuda"
+    model = peer_transformers.load(tiny_pair_dirs[0], on_a_gpu._replace(on_cpu=True))
+    assert (model.device.type, model.dtype) == ("cpu", torch.bfloat16)
 
 
 def test_a_file_is_read_as_it_is(tmp_path):
