@@ -41,6 +41,7 @@ from infer.loading import load_models, use_compilation_cache
 from infer.prompts import PromptEncoder, stops_of
 from infer.timing import row_seconds
 from specjax._util.files import append_line, write_text
+from specjax._util.platform import usable_cores
 from specjax._util.program import require_output, say
 from specjax.lm import SELF, base_of, quantize, resolve_dtype
 from specjax.models import ModelConfig, init_params, load_pretrained, save_pretrained
@@ -246,7 +247,7 @@ def _peers(
             budget=setting.budget,
             gamma=_peer_gamma(cases),
             eos_ids=[] if ignores_eos else list(setting.target.eos_ids),
-            threads=os.cpu_count() or 1,
+            threads=usable_cores(),
             on_cpu=jax.default_backend() == "cpu",
             dtype=setting.target.dtype.name,
         )
@@ -393,14 +394,10 @@ def _source_of(name: str | None, base: str | None) -> str | None:
 def machine() -> dict[str, Any]:
     """What the numbers are measured on."""
     device = jax.devices()[0]
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count()
     return {
         "device": f"{device.platform}: {device.device_kind}",
         "cpu": _processor(),
-        "cores": cores,
+        "cores": usable_cores(),
         "jax": jax.__version__,
         "python": platform.python_version(),
     }

@@ -155,6 +155,13 @@ def platform() -> Platform:
     return chosen
 
 
+def usable_cores() -> int:
+    """The CPU's cores that this process may run on, which taskset or a container can limit."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def _has_cpu_kernels() -> bool:
     """Whether our kernel for CPUs may run: on one device, because XLA does not split its calls."""
     return os.environ.get(CPU_KERNELS_VARIABLE) != "0" and jax.device_count() == 1

@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-import os
 import platform as machine
 from typing import Any
 
 import jax
 
 from specjax._util.files import json_line, parse_json, program_cache, read_file, write_text
-from specjax._util.platform import platform
+from specjax._util.platform import platform, usable_cores
 from specjax.models.cpu_kernels.building import kernels
 
 NAME = "costs"  # of the directory
@@ -26,11 +25,10 @@ WAY = 3  # of measuring: costs that were measured in another way are not read
 def costs_name(*about: Any) -> str:
     """The name under which costs are kept: of this machine, and of what they depend on."""
     device = jax.devices()[0].device_kind
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     # The names of a CPU's kernels have a digest of their source.
     products = sorted(kernels().names.values()) if platform().kernel_rows else []
     versions = (WAY, jax.__version__, products)
-    here = (versions, device, jax.device_count(), machine.machine(), cores, platform())
+    here = (versions, device, jax.device_count(), machine.machine(), usable_cores(), platform())
     return hashlib.sha256(repr((here, about)).encode()).hexdigest()[:32]
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import importlib.util
 import io
 import json
+import os
 import types
 from pathlib import Path
 from unittest.mock import Mock
@@ -115,6 +116,16 @@ def test_a_peer_decodes_beside_a_head_that_it_cannot_read(small, tmp_path, capsy
     assert code == 0
     (row,) = json.loads(out)["peers"]
     assert row["name"] == "transformers generate" and row["mismatches"] == []
+
+
+def test_a_peer_has_as_many_threads_as_we_have_cores(target, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5}, raising=False)
+    args = argparse.Namespace(peer=["vllm"], quantize=None)
+    models = benchmark.Models(target, None, ["model", None])
+    setting = types.SimpleNamespace(target=target, prompts=[[1]], budget=4)
+    (peer,) = benchmark._peers(args, models, setting, [], Path("scratch"))
+    assert peer._job["threads"] == benchmark.machine()["cores"] == 2
 
 
 def test_report_has_every_case_and_figure(small, short_curve, tmp_path, capsys):
