@@ -7,7 +7,7 @@ are. It prints a table per part and writes the numbers after each. The parts, in
 - tests: our attention kernels, the laws and the greedy equalities of the default tests, on this
   device;
 - speed: plain decoding, tokens and GB a second, relative to what one product streams from memory;
-- acceptance: speculative decoding if every drafted token is accepted with a given chance;
+- acceptance: chains with a stand-in rule, which accepts every drafted token with a given chance;
 - equality: greedy rows of the embedded pair whose tokens differ from plain decoding's;
 - switches: plain decoding of the draft's shape with and without CUDA graphs and our kernels;
 - attention: the kernels for long rows, forward and backward: their error, and their operations a
@@ -251,7 +251,10 @@ def curve(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 @rule(accepts=(IID,), lossless=False, settings=("chance",))
 def coin(keys, draft, log_p, chance):
-    """Accepts each drafted token with a given chance: a rule's cost without its distribution."""
+    """Accepts each drafted token with a given chance, since no draft fits random weights.
+
+    It stands in for the rule of speculative decoding, and compares no p and q.
+    """
     nodes = jnp.broadcast_to(jnp.arange(1, draft.tokens.shape[1]), draft.valid[:, 1:].shape)
     passed = (probs.uniforms(keys, Purpose.ACCEPT, nodes) < chance) & draft.valid[:, 1:]
     accepted = jnp.cumprod(passed, axis=1, dtype=jnp.int32).sum(-1, dtype=jnp.int32)
