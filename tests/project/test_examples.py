@@ -1,6 +1,10 @@
 """The notebooks and the one-function example run, from top to bottom."""
 
+import ast
 import importlib
+import re
+import sys
+import tomllib
 from pathlib import Path
 
 import nbformat
@@ -31,6 +35,27 @@ def test_notebook_installs_first(path):
     assert 'install("specjax", "specjax")' in first.source
     text = "".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     assert "GPU" in text and "TPU" in text and "Colab" in text
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_installs_what_it_imports(path):
+    """Every package is Python's, ours, one that specjax needs, or in a call of ``install``."""
+    notebook = nbformat.read(path, as_version=4)
+    code = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    imported = {name.partition(".")[0] for name in imports_of(ast.parse(code))}
+    project = tomllib.loads((EXAMPLES.parent / "pyproject.toml").read_text())["project"]
+    needed = {re.split("[^a-z_]", line)[0] for line in project["dependencies"]}
+    installed = set(re.findall(r'^install\("(\w+)"', code, re.M))
+    assert imported <= {*sys.stdlib_module_names, "specjax", "infer", "train", *needed, *installed}
+
+
+def imports_of(tree):
+    """The modules that the code imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            yield node.module
 
 
 @pytest.mark.slow
