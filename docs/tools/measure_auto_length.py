@@ -3,10 +3,9 @@
 The embedded pair decodes held-out functions and random ids. A draft model of random weights
 decodes random ids, too. With ``--experts`` the target is a random mixture of 32 experts, of which
 each token chooses two: a small random model drafts for it, and it drafts for itself. All run greedy
-and sampled. Speed is new tokens by the processor seconds
-of the whole call, with prefill and without an end of sequence (--wall: by the clock). Everything
-is compiled and the costs are measured before. The methods take turns, and a ratio is the median
-of the ratios within each repeat.
+and sampled. Speed is new tokens per processor second of the whole call, with prefill and without an
+end of sequence (--wall: per second of the clock). Everything is compiled and the costs are measured
+before. The methods take turns, and a ratio is the median of the ratios within each repeat.
 """
 
 import argparse
