@@ -8,6 +8,10 @@ RUN pip install --no-cache-dir hatchling hatch-fancy-pypi-readme
 RUN python -m hatchling build -t wheel -d /dist
 
 FROM python:3.11-slim
+# specjax compiles its CPU kernel at its first use.
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*
 COPY constraints.txt /tmp/constraints.txt
 COPY --from=build /dist /dist
 RUN pip install --no-cache-dir -c /tmp/constraints.txt "$(ls /dist/*.whl)[serve,gguf]"
