@@ -315,7 +315,7 @@ def test_mauve_gets_final_states_of_last_tokens(tiny_pair_dirs, monkeypatch):
         for prompt, known in (("def f(x):\n    ", "pass"), ("x = ", "None"))
     ]
     value, half_width = metric.measure(by_prompt)["mauve"]
-    assert len(given) == 2 + comparing.RESAMPLES
+    assert len(given) == 2 + 2 * comparing.RESAMPLES
     model = sj.load(tiny_pair_dirs[0])
 
     # The logits are linear in the final state, so they show whether it is the right one.
@@ -331,9 +331,9 @@ def test_mauve_gets_final_states_of_last_tokens(tiny_pair_dirs, monkeypatch):
     np.testing.assert_array_equal(given[0][1][1], want("x = return x"))
     np.testing.assert_array_equal(given[1][1][0], want("def f(x):\n    import os"))
     assert value == np.mean([float(q[0, 0]) for _, q in given[:2]])
-    assert half_width == pytest.approx(
-        1.96 * np.std([float(q[0, 0]) for _, q in given[2:]], ddof=1)
-    )
+    # A resample is the mean over seeds, too.
+    resampled = np.reshape([float(q[0, 0]) for _, q in given[2:]], (-1, 2)).mean(axis=1)
+    assert half_width == pytest.approx(1.96 * np.std(resampled, ddof=1))
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from specjax.models import hidden_states
 from specjax.models.cache import bucket
 
 MAX_TOKENS = 1024  # of a text, as in mauve-text
-RESAMPLES = 20  # each one is a clustering, which takes seconds
+RESAMPLES = 20  # each one is a clustering for each seed, which takes seconds
 MIN_PROMPTS = 2
 CACHED_FEATURES = 1 << 14
 
@@ -32,8 +32,8 @@ class Mauve:
 
     A text's feature is the final hidden state of its last token, from a model that specjax reads
     (gpt2-large in the paper). With several seeds, the figure is the mean over seeds. ± is 1.96
-    standard deviations over bootstrap resamples of the prompts. Clusterings are too slow for the
-    many resamples that percentiles need.
+    standard deviations of that mean over bootstrap resamples of the prompts. Clusterings are too
+    slow for the many resamples that percentiles need.
     """
 
     columns = {"mauve": "MAUVE"}  # noqa: RUF012
@@ -58,16 +58,19 @@ class Mauve:
         for seed in range(min(map(len, by_prompt))):
             texts = [prompt[seed].prompt + prompt[seed].text for prompt in by_prompt]
             by_seed.append(self.features(texts))
-        value = np.mean([self._mauve(human, ours) for ours in by_seed])
+        value = self._mean(human, by_seed)
 
         generator = np.random.Generator(np.random.Philox(0))
         count = len(by_prompt)
         resampled = []
-        for resample in range(RESAMPLES):
+        for _ in range(RESAMPLES):
             drawn = generator.integers(0, count, count)
-            ours = by_seed[resample % len(by_seed)]
-            resampled.append(self._mauve(human[drawn], ours[drawn]))
-        return {"mauve": (float(value), 1.96 * float(np.std(resampled, ddof=1)))}
+            resampled.append(self._mean(human[drawn], [ours[drawn] for ours in by_seed]))
+        return {"mauve": (value, 1.96 * float(np.std(resampled, ddof=1)))}
+
+    def _mean(self, human: np.ndarray, by_seed: Sequence[np.ndarray]) -> float:
+        """The mean over seeds; features are ``[P, D]``."""
+        return float(np.mean([self._mauve(human, ours) for ours in by_seed]))
 
     def _mauve(self, human: np.ndarray, ours: np.ndarray) -> float:
         """MAUVE of two sets of features, ``[P, D]`` both."""
