@@ -120,12 +120,12 @@ DRAFTS = {
 }
 
 
-def pass_bytes(cfg: ModelConfig, rows: int, capacity: int) -> float:
-    """Bytes that a pass must read in bfloat16: weights and cache positions.
+def pass_bytes(cfg: ModelConfig, rows: int, positions: int) -> float:
+    """Bytes that a pass must read in bfloat16: weights, and ``positions`` of each row's cache.
 
     The embedding counts only if the head is tied to it. Of a mixture, each row wakes its own
     experts, which are as distinct as chance makes them.
     """
     table = 0 if cfg.tie_embeddings else 2 * cfg.vocab_size * cfg.hidden_size
-    cache = rows * row_bytes(cfg, capacity, "bfloat16")
+    cache = rows * row_bytes(cfg, positions, "bfloat16")
     return awake_bytes(cfg, rows, "bfloat16") - table + cache

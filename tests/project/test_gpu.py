@@ -31,9 +31,14 @@ def rows_of(monkeypatch, capsys):
 
 
 def test_every_part_has_its_rows(rows_of):
+    import measure_gpu
+
     speed = rows_of("speed", *TINY)
     assert [row["hidden size"] for row in speed] == [32, 64]
-    assert all(row["tokens/s"] > 0 and row["GB/s"] > 0 for row in speed)
+    for row, part in zip(speed, ("draft", "target"), strict=True):
+        # Weights, and of both rows the prompt of 128 tokens and half of the six new ones.
+        held = measure_gpu.pass_bytes(measure_gpu.shape("tiny", part), 2, 128 + 3)
+        assert row["GB/s"] == pytest.approx(held * row["tokens/s"] / 2 / 1e9)
     assert [row["tokens"] for row in rows_of("curve", *TINY)] == [1, 4]
     # The chances asked for.
     assert [row["λ"] for row in rows_of("acceptance", *TINY)] == [0, 1]
