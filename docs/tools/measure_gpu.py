@@ -387,7 +387,7 @@ def training(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     batches = {
         "tokens": tokens,
         "labels": tokens,
-        "segments": jnp.zeros_like(tokens),
+        "segments": jnp.ones_like(tokens),  # 0 is padding, which no query sees
         "positions": positions,
     }
     optimizer = make_optimizer(Optim(total_steps=10))
