@@ -2,9 +2,9 @@
 
 The weights are random and of TinyLlama's shape, in bfloat16, in files of at most 1 GB. Every load
 is a process of its own. It starts with its imports done and the files in the page cache, and ends
-with 8 greedy tokens. It prints seconds, and the peak of the process's anonymous memory (RssAnon)
-relative to the weights' size: while loading, and until the tokens came. It needs torch and 12 GB
-of memory.
+with 8 greedy tokens. It prints the least seconds of three loads, and the largest peak of their
+anonymous memory (RssAnon) relative to the weights' size: while loading, and until the tokens came.
+It needs torch and 12 GB of memory.
 """
 
 import argparse
