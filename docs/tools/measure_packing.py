@@ -1,7 +1,7 @@
 """Our packed rows beside grain's: python docs/tools/measure_packing.py [--documents N]
 
 Both join shuffled documents end to end and cut them into rows (concatenate, then split). It
-prints rows a second, the least of three runs. Then it prints what a loader's position needs, and
+prints rows a second, the best of three runs. Then it prints what a loader's position needs, and
 whether two processes get the rows of one.
 """
 
