@@ -4,8 +4,8 @@
   python -m infer.bench --peer transformers --out DIR
   python -m infer.bench --random-target 100m --peer transformers,llama.cpp
 
-Every figure has its ±: half of the 95 % interval over 1,000 bootstrap resamples of the prompts,
-each with all its seeds. At batch sizes above 1, times include the prefill.
+Rates, speedups and qualities have a ±: half of the 95 % interval over 1,000 bootstrap resamples of
+the prompts, each with all its seeds. At batch sizes above 1, times include the prefill.
 
 Exit codes: 0 done, 1 the system failed, 2 bad arguments or input, 3 done but some lines were bad.
 """
