@@ -34,7 +34,7 @@ PROGRAMS = {
     "run": Program("infer.run", "infer.run.commands", "decode a prompt, or a file of prompts"),
     "bench": Program("infer.bench", "infer.bench.commands", "measure methods side by side"),
     "serve": Program("infer.serve", "infer.serve.commands", "serve OpenAI's protocol over HTTP"),
-    "tune": Program("infer.tune", "infer.tune.commands", "choose the options of a lossy method"),
+    "tune": Program("infer.tune", "infer.tune.commands", "choose the options of a method"),
     "convert": Program("infer.convert", "infer.convert", "convert or quantize a checkpoint"),
     "lm-eval": Program(
         "infer.lm_eval", "infer.lm_eval.__main__", "run lm-evaluation-harness's tasks"

@@ -1,1 +1,1 @@
-"""Tune a lossy method on a validation file: CDSL (``cdsl``) or another one (``lossy``)."""
+"""Tune a method's options on a validation file: of CDSL (``cdsl``) or of another (``lossy``)."""

@@ -1,4 +1,4 @@
-"""Tune a lossy method's options on a validation file, then compare it on a test file.
+"""Tune a method's options on a validation file, then compare it on a test file.
 
   python -m infer.code_task code
   python -m infer.tune code/validation.jsonl --test code/test.jsonl --out runs/cdsl
