@@ -82,14 +82,15 @@ class Programs:
         self._new = {key: client for key, client in self._new.items() if key in busy}
         needed = {*used, *busy, *self._pinned}
         unused = [key for key in self._compiled if key not in needed]
-        in_use = {method for method, _ in needed}
         spare = max(0, MAX_COMPILED - len(used))
-        for key in unused[: max(0, len(unused) - spare)]:
+        old = unused[: max(0, len(unused) - spare)]
+        for key in old:
             del self._compiled[key]
-            method, _ = key
-            if method not in in_use:
-                loop.forget(method)
-                self._freed = True
+        # With log-probabilities and without, a method's programs are dropped together.
+        in_use = {method for method, _ in (*needed, *self._compiled)}
+        for method in {method for method, _ in old} - in_use:
+            loop.forget(method)
+            self._freed = True
         self._buckets = {
             key: capacities
             for key, capacities in self._buckets.items()

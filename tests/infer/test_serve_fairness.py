@@ -392,6 +392,19 @@ def test_programs_of_old_methods_are_dropped(monkeypatch):
             known.expect((f"method {i}", False), "a")
 
 
+def test_programs_stay_while_a_variant_of_their_method_is_kept(monkeypatch):
+    forgotten = []
+    monkeypatch.setattr(programs.loop, "forget", forgotten.append)
+    known = Programs()
+    for key in [("M", False), ("M", True), *((str(i), False) for i in range(MAX_COMPILED - 1))]:
+        known.compiled(key)
+    known.keep([], [])
+    assert known.is_new(("M", False)) and not known.is_new(("M", True)) and forgotten == []
+    known.compiled(("last", False))
+    known.keep([], [])
+    assert forgotten == ["M"]
+
+
 FREED = """
 import time
 from infer.serve import memory
