@@ -735,6 +735,8 @@ class EngineThread:
         with self._change:
             busy = {queue.variant.programs for queue in self._queues.values() if queue.busy}
             busy |= {submission.variant.programs for submission in self._inbox}
+            if self._compilation is not None:  # it may go on although its client has left
+                busy.add(self._compilation.queue.variant.programs)
             freed = self._programs.keep(used, busy)
         if freed:
             return_memory()

@@ -64,6 +64,7 @@ class Follower:
     def _submit(self, first_id: int, queue: int, kind: str, body: Message, prefixes: int) -> None:
         submission = self._submission(kind, body, prefixes)
         self._queues.setdefault(queue, VariantQueue(submission.variant, queue))
+        self._programs.begin(submission.variant.programs)
         for request in submission.requests(first_id):
             self._requests[request.request_id] = request
 

@@ -28,6 +28,7 @@ class Programs:
     def __init__(self):
         self._new: dict[Key, Hashable] = {}  # with the client that asked first
         self._compiled: dict[Key, None] = {}  # the one that was used longest ago comes first
+        self._begun: set[Key] = set()  # what may have programs, whether a row has ended or not
         self._buckets: dict[Key, set[int]] = {}  # capacities whose programs have been compiled
         self._pinned: set[Key] = set()
         self._freed = False  # whether there may be memory to give back
@@ -48,6 +49,11 @@ class Programs:
         if not fits(1, mine, len(self._new) - mine, MAX_NEW):
             raise TooManyNew
         self._new[key] = client
+        self.begin(key)
+
+    def begin(self, key: Key) -> None:
+        """Notes that programs of the variant may be compiled from now on."""
+        self._begun.add(key)
 
     def compiled(self, key: Key) -> None:
         """Notes that a row of the variant has ended."""
@@ -72,6 +78,8 @@ class Programs:
     def keep(self, used: Collection[Key], busy: Collection[Key]) -> bool:
         """Forgets variants that nobody asks for any more, and drops programs of old ones.
 
+        Programs of a variant whose client left before a row ended, or that failed, are dropped.
+
         Args:
           used: variants that have a scheduler.
           busy: variants that have requests.
@@ -83,12 +91,14 @@ class Programs:
         needed = {*used, *busy, *self._pinned}
         unused = [key for key in self._compiled if key not in needed]
         spare = max(0, MAX_COMPILED - len(used))
-        old = unused[: max(0, len(unused) - spare)]
-        for key in old:
+        for key in unused[: max(0, len(unused) - spare)]:
             del self._compiled[key]
+        kept = {*needed, *self._compiled}
+        dropped = self._begun - kept
+        self._begun -= dropped
         # With log-probabilities and without, a method's programs are dropped together.
-        in_use = {method for method, _ in (*needed, *self._compiled)}
-        for method in {method for method, _ in old} - in_use:
+        in_use = {method for method, _ in kept}
+        for method in {method for method, _ in dropped} - in_use:
             loop.forget(method)
             self._freed = True
         self._buckets = {

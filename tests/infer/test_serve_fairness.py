@@ -348,11 +348,14 @@ def test_few_new_methods_wait_to_compile(server, compiling, pool):
 def test_a_client_that_leaves_frees_its_new_method(server, compiling):
     body = {"prompt": "a", "max_tokens": 1, "method": "block", "options": {"gamma": 9}}
     submission = server.admission.make_submission(CompletionBody(**body), lambda *_: None)
+    method = submission.variant.engine.method
+    loop.run_rounds(method)
     server.engine.submit(submission)
     until(lambda: compiling.most)
     server.engine.cancel(submission)
     compiling.end()
     until(lambda: not server.engine._programs._new)
+    until(lambda: method not in loop.run_rounds.made)
 
 
 def test_methods_that_are_not_allowed(models):
@@ -397,12 +400,26 @@ def test_programs_stay_while_a_variant_of_their_method_is_kept(monkeypatch):
     monkeypatch.setattr(programs.loop, "forget", forgotten.append)
     known = Programs()
     for key in [("M", False), ("M", True), *((str(i), False) for i in range(MAX_COMPILED - 1))]:
+        known.begin(key)
         known.compiled(key)
     known.keep([], [])
     assert known.is_new(("M", False)) and not known.is_new(("M", True)) and forgotten == []
+    known.begin(("last", False))
     known.compiled(("last", False))
     known.keep([], [])
     assert forgotten == ["M"]
+
+
+def test_programs_of_a_variant_whose_client_left_are_dropped(monkeypatch):
+    """Once its scheduler is gone, too: no row of it has ended, but it may have compiled."""
+    forgotten = []
+    monkeypatch.setattr(programs.loop, "forget", forgotten.append)
+    known = Programs()
+    known.expect(("left", False), "a")
+    assert not known.keep([("left", False)], [("left", False)])
+    assert not known.keep([("left", False)], [])  # a scheduler without requests
+    assert known.keep([], []) and forgotten == ["left"]
+    assert not known.keep([], []) and forgotten == ["left"]
 
 
 FREED = """
