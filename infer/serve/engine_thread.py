@@ -487,6 +487,8 @@ class EngineThread:
         with self._change:
             self._done.append((job, result))
             self._change.notify()
+        # The traceback of an error refers to this frame, and a server seldom collects such circles.
+        del result
 
     def _enqueue(self, submission: Submission) -> None:
         first_id = self._next_id
@@ -679,6 +681,7 @@ class EngineThread:
             if submission.variant.key == key:
                 del self._owners[request_id]
                 submission.on_output(number, error)
+        queue.close()  # it and its scheduler refer to each other
         del self._queues[key]
 
     def _fail_all(self, error: Exception) -> None:

@@ -2,10 +2,12 @@
 
 import asyncio
 import concurrent.futures
+import gc
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,7 @@ from infer.serve.schemas import CompletionBody
 from infer.serve.server import _allowed_methods
 from specjax._util.errors import OptionError
 from specjax.core import loop
+from specjax.runtime.scheduler import Scheduler
 from specjax.runtime.warmup import warm_up_aside
 from specjax.text import chat
 from specjax.text.tokenizer import Tokenizer
@@ -261,6 +264,25 @@ def test_a_new_method_compiles_aside(server, compiling, pool):
     assert not ask.done()
     compiling.end()
     assert ask.result()[0] == 500
+
+
+def test_a_method_that_failed_leaves_nothing_in_memory(server, monkeypatch):
+    """Without a collection of garbage, which a server has seldom."""
+    schedulers = []
+
+    def failing(self):
+        schedulers.append(weakref.ref(self))
+        raise RuntimeError("enough for a test")
+
+    monkeypatch.setattr(Scheduler, "_read_results", failing)
+    monkeypatch.setattr(engine_thread.LOG, "error", lambda *_, **__: None)  # pytest keeps it
+    body = {"prompt": "a", "max_tokens": 4, "method": "autoregressive"}
+    gc.disable()
+    try:
+        assert server.ask("POST", "/v1/completions", body)[0] == 500
+        until(lambda: schedulers[0]() is None)
+    finally:
+        gc.enable()
 
 
 class CompilingAside:
