@@ -616,10 +616,12 @@ class EngineThread:
         self._compilation = None
         if error is not None:
             LOG.error("compiling method %s failed", job.queue.variant.name, exc_info=error)
-        queue = job.queue
+        key = job.queue.variant.programs
         with self._change:
-            self._programs.add_bucket(queue.variant.programs, job.capacity)
-            queue.release(functools.partial(self._is_compiled, queue))
+            self._programs.add_bucket(key, job.capacity)
+            for queue in self._queues.values():  # one for each of their settings
+                if queue.variant.programs == key:
+                    queue.release(functools.partial(self._is_compiled, queue))
 
     def _count_out(self, client: Hashable, rows: int) -> None:
         """Subtracts rows that wait no longer; ``_change`` is held."""

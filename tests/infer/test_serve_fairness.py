@@ -303,13 +303,17 @@ class CompilingAside:
 
 @pytest.mark.parametrize(("length", "fails"), [(200, False), (300, True)])
 def test_a_longer_prompt_compiles_aside(server, pool, monkeypatch, length, fails):
-    """Other requests of its method go on. If that fails, it compiles where it runs."""
+    """Other requests of its method go on. If that fails, it compiles where it runs.
+
+    Another one of that length, whose options compile nothing new, waits for the same programs.
+    """
     compiling = CompilingAside(fails)
     monkeypatch.setattr(engine_thread, "warm_up_aside", compiling)
     long = {"prompt": [5] * length, "max_tokens": 2, "temperature": 0}
     ask = pool.submit(server.ask, "POST", "/v1/completions", long)
     until(lambda: compiling.calls)
-    again = pool.submit(server.ask, "POST", "/v1/completions", long)
+    other = long | {"options": {"tau1": 0.5}}
+    again = pool.submit(server.ask, "POST", "/v1/completions", other)
     for _ in range(3):
         assert server.complete(prompt="a", max_tokens=4)["choices"]
     assert not ask.done() and not again.done() and server.engine.num_waiting == 2
