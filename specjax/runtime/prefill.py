@@ -136,6 +136,7 @@ class Prefill:
         keys = stack_keys(self._rows)
         steps.tell(steps.PREFILL, 0, self._num_tokens)
         begin = loop.begin_prefill(self._engine.method, self._logprobs)
+        self._state = None  # the last prompt's memory is free before the new one takes its own
         self._state = begin(self.inputs, tokens, lengths, ends, keys, prefix_state)
 
     def _run(self, chunk: int, first: np.ndarray) -> None:

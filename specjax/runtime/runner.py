@@ -102,6 +102,7 @@ class BatchRunner:
         """Prefills up to B requests into slots 0, 1, …, and waits until they are ready."""
         padding = dataclasses.replace(requests[0], tokens=np.zeros(1, np.int32), budget=0)
         rows = [*requests, *[padding] * (self._size - len(requests))]
+        self._state = None  # the last batch's memory is free before the new one takes its own
         self.set_inputs(rows)
         self._take_known_costs()
         prompts = [row.tokens for row in rows]
@@ -130,6 +131,7 @@ class BatchRunner:
         capacity = self.fixed_capacity or loop.first_capacity(
             self._method, len(request.tokens), request.budget, chunk
         )
+        self._state = None
         self._state = loop.start(
             self._method,
             self.inputs,
@@ -144,6 +146,7 @@ class BatchRunner:
 
     def start_empty(self, example: Request) -> None:
         """A state whose batch slots are all free, with room for the prompt of ``example``."""
+        self._state = None
         self.set_inputs([example] * self._size)
         capacity = self.fixed_capacity
         if capacity is None:

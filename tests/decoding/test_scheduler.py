@@ -1,6 +1,7 @@
 """The scheduler: a request in a reused batch slot decodes as if alone, and prefixes are shared."""
 
 import dataclasses
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -124,6 +125,28 @@ def test_nothing_compiles_after_a_warmup_for_all_lengths(target):
         requests = [a_request(length, 40, number) for number, length in enumerate(lengths)]
         assert set(decoded(running, *requests).values()) == {40}
     assert traces(engine) == warm
+
+
+@pytest.mark.parametrize("part", ["_runner", "_prefill"])
+def test_a_new_state_takes_the_place_of_the_last(target, monkeypatch, part):
+    """The last batch, and the last prefilled prompt, are free before the next takes memory."""
+    engine = make_engine(target, None, sj.method("autoregressive"), {})
+    running = Scheduler(engine, 2, SAMPLING, LIMITS)
+    requests = [a_request(3, 2 + number, number) for number in range(3)]  # the last one joins
+    decoded(running, *requests)
+    last = weakref.ref(jax.tree.leaves(getattr(running, part).state.cache)[0])
+    was_free = []
+
+    def noting(function):
+        return lambda *args, **named: was_free.append(last() is None) or function(*args, **named)
+
+    if part == "_runner":
+        monkeypatch.setattr(loop, "start", noting(loop.start))
+    else:
+        begin = noting(loop.begin_prefill(engine.method, False))
+        monkeypatch.setattr(loop, "begin_prefill", lambda *_: begin)
+    decoded(running, *[a_request(3, 2, number) for number in range(3)])
+    assert was_free == [True]
 
 
 def test_slots_are_filled_in_place(target):
