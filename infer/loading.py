@@ -28,6 +28,8 @@ from specjax.models.loading import has_others_codes
 from specjax.registry import MethodSpec
 
 DEMO_DRAFT = "demo-draft"
+CGROUPS = Path("/sys/fs/cgroup")
+MEMORY_LIMITS = ("memory.max", "memory/memory.limit_in_bytes")  # of cgroups' versions 2 and 1
 
 
 def draft_name(args: argparse.Namespace, want_draft: bool) -> str | None:
@@ -171,6 +173,19 @@ def chosen_sampling(
 
 
 def device_memory() -> int:
-    """Bytes of the first device's memory; the machine's memory if the device does not report it."""
+    """Bytes of the first device's memory; those of the host if the device does not report them."""
     stats = jax.local_devices()[0].memory_stats() or {}
-    return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return stats.get("bytes_limit") or host_memory()
+
+
+def host_memory(cgroups: Path = CGROUPS) -> int:
+    """Bytes of memory that this process may use: the machine's, or fewer in a container.
+
+    ``cgroups`` is where Linux shows a container's limits.
+    """
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for name in MEMORY_LIMITS:
+        # Not all systems have these files. The word "max" stands for no limit.
+        with contextlib.suppress(OSError, ValueError):
+            limits.append(int((cgroups / name).read_text()))
+    return min(limits)

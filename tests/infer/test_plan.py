@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 
 import specjax as sj
 from infer import convert
+from infer.loading import host_memory
 from infer.run import commands as run
 from infer.run import job
 from infer.run.plan import describe, make_plan
@@ -45,6 +46,23 @@ def test_the_plan_counts_what_loading_and_caching_take(directory):
     assert plan["target"]["cache_bytes_per_token_and_row"] * 3 * 128 == cache
     rows = plan["largest_batch_by_tokens_per_row"]
     assert list(rows) == [128] and rows[128] == (int(0.9 * 2**20) - weights) // (cache // 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "limit"),
+    [
+        ("memory.max", "2097152\n", 2**21),
+        ("memory.max", "max\n", None),
+        ("memory/memory.limit_in_bytes", "1048576\n", 2**20),
+        ("memory/memory.limit_in_bytes", "9223372036854771712\n", None),
+        ("another", "1", None),
+    ],
+)
+def test_memory_is_at_most_what_a_container_allows(tmp_path, name, text, limit):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(text)
+    machine = host_memory(tmp_path / "missing")
+    assert machine > 2**21 and host_memory(tmp_path) == (limit or machine)
 
 
 def test_the_plan_of_a_mixture_counts_the_experts_that_a_pass_wakes(tmp_path):
