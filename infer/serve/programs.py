@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable
 
 from infer.serve.fairness import fits
-from specjax.core import loop
 from specjax.core.protocols import Method
+from specjax.runtime.grammar_rounds import forget
 
 MAX_NEW = 8  # variants that wait to compile, or do so
 MAX_COMPILED = 6  # variants whose programs stay in memory, unless more have a scheduler
@@ -98,8 +98,9 @@ class Programs:
         self._begun -= dropped
         # With log-probabilities and without, a method's programs are dropped together.
         in_use = {method for method, _ in kept}
-        for method in {method for method, _ in dropped} - in_use:
-            loop.forget(method)
+        unused = {method for method, _ in dropped} - in_use
+        if unused:
+            forget(unused, in_use)
             self._freed = True
         self._buckets = {
             key: capacities

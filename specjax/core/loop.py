@@ -34,7 +34,7 @@ from specjax.models.cache import bucket, resize
 NO_SLOT = -1  # in place of a batch slot's number: a device has no request to put into one
 
 
-class _CachedByMethod:
+class CachedByMethod:
     """Like ``functools.cache``, but :func:`forget` can drop what was made for one method."""
 
     def __init__(self, make: Callable[..., Any]):
@@ -51,10 +51,9 @@ class _CachedByMethod:
 
 
 def forget(method: Method) -> None:
-    """Drops all programs of a method, so that their memory can be freed.
+    """Drops the programs of a method that are made here, so that their memory can be freed.
 
-    They compile again if they are needed again. A server calls this, for its clients may ask for
-    any number of methods.
+    They compile again if they are needed again.
     """
     for programs in (
         prefill_prompts,
@@ -63,6 +62,7 @@ def forget(method: Method) -> None:
         empty_state,
         fill_slots,
         run_rounds,
+        resize_state,
     ):
         programs.made.pop(method, None)
 
@@ -116,7 +116,7 @@ def first_capacity(method: Method, longest: int, budget: int, chunk: int) -> int
     return bucket(max(for_rounds, num_chunks * chunk))
 
 
-@_CachedByMethod
+@CachedByMethod
 def prefill_prompts(method: Method, chunk: int, logprobs: bool):
     """``prefill(inputs, tokens[B,S], length[B], max_length[B], keys[B]) -> state``, all in one.
 
@@ -139,7 +139,7 @@ def prefill_prompts(method: Method, chunk: int, logprobs: bool):
     return program(prefill)
 
 
-@_CachedByMethod
+@CachedByMethod
 def begin_prefill(method: Method, logprobs: bool):
     """``begin(inputs, tokens[G,S], length[G], max_length[G], keys[G], prefix) -> state``.
 
@@ -165,7 +165,7 @@ def begin_prefill(method: Method, logprobs: bool):
     return program(begin)
 
 
-@_CachedByMethod
+@CachedByMethod
 def prefill_chunks(method: Method, chunk: int):
     """``run(inputs, state, first[G]) -> state``: one pass over ``chunk`` tokens from ``first``.
 
@@ -174,7 +174,7 @@ def prefill_chunks(method: Method, chunk: int):
     return program(functools.partial(_prefill_chunk, method, chunk), donate_argnums=1)
 
 
-@_CachedByMethod
+@CachedByMethod
 def empty_state(method: Method, logprobs: bool):
     """``empty(inputs, tokens[B,S], keys[B]) -> state``, all of whose rows have ended."""
 
@@ -187,7 +187,7 @@ def empty_state(method: Method, logprobs: bool):
     return program(empty)
 
 
-@_CachedByMethod
+@CachedByMethod
 def fill_slots(method: Method):
     """``fill(inputs, state, prefilled, slot[G]) -> state``: prefilled requests replace ended rows.
 
@@ -306,7 +306,7 @@ def _prefill_chunk(
     return method.prefill_chunk(inputs, state, tokens, begin)
 
 
-@_CachedByMethod
+@CachedByMethod
 def run_rounds(method: Method):
     """``run(inputs, state, rounds, seen=None) -> state``: up to ``rounds`` rounds on the device.
 
@@ -334,11 +334,18 @@ def run_rounds(method: Method):
     return program(run, donate_argnums=1)
 
 
-# Not donated: no buffer of the old capacity can serve the new one.
-@functools.partial(jax.jit, static_argnums=1)
-def resize_state(state: DecodeState, capacity: int) -> DecodeState:
-    """The state with ``capacity`` positions, which must be enough for every row not done."""
+@CachedByMethod
+def resize_state(method: Method):
+    """``resize(state, capacity) -> state``, with positions enough for every row that is not done.
 
+    One trace per pair of capacities. Each method has a program of its own, so that :func:`forget`
+    drops it.
+    """
+    # Not donated: no buffer of the old capacity can serve the new one.
+    return jax.jit(functools.partial(_resized), static_argnums=1)
+
+
+def _resized(state: DecodeState, capacity: int) -> DecodeState:
     def fit(x: Any) -> Any:
         if x is None:
             return None
@@ -359,7 +366,7 @@ def advance(method: Method, inputs: Inputs, state: DecodeState, rounds: int) -> 
     """
     needed = int(state.length.max()) + method.round_positions
     if needed > state.capacity:
-        state = resize_state(state, bucket(needed))
+        state = resize_state(method)(state, bucket(needed))
     return run_rounds(method)(inputs, state, np.int32(min(rounds, 2**31 - 1)))
 
 

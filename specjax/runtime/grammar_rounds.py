@@ -15,8 +15,7 @@ Axis legend: B rows, N nodes, D depth of the draft, W = ⌈V/32⌉ words of 32 b
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -25,7 +24,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from specjax._util.errors import OptionError
-from specjax.core import probs
+from specjax.core import loop, probs
 from specjax.core.grammar_tables import takes_forced, with_forced
 from specjax.core.mesh import program
 from specjax.core.protocols import Method, Proposal
@@ -79,6 +78,23 @@ def longest_drafts(method: DraftVerify) -> DraftVerify:
     if not isinstance(method, AutoLength):
         return method
     return DraftVerify(method.drafter, method.target, method.rule)
+
+
+def forget(methods: Collection[Method], kept: Collection[Method]) -> None:
+    """Drops all programs of ``methods``, but those that one of ``kept`` runs, too.
+
+    They compile again if they are needed again. A server calls this, for its clients may ask for
+    any number of methods.
+    """
+    for method in _all_run(methods) - _all_run(kept):
+        loop.forget(method)
+        _programs.made.pop(method, None)
+
+
+def _all_run(methods: Collection[Method]) -> set[Method]:
+    """The methods, and those that run in their place where requests have grammars."""
+    longest = {longest_drafts(method) for method in methods if isinstance(method, AutoLength)}
+    return {*methods, *longest}
 
 
 def advance_with_grammars(
@@ -190,7 +206,7 @@ def _with_forced(
     return tokens, valid, is_forced
 
 
-@functools.cache
+@loop.CachedByMethod
 def _programs(method: DraftVerify) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The two programs of a round: until the draft is known, and from the masks on."""
 

@@ -253,7 +253,7 @@ class BatchRunner:
             following = bucket(current + 1)
         else:
             following = bucket_below(current)
-        self._state = loop.resize_state(self.state, following)
+        self._state = loop.resize_state(self._method)(self.state, following)
 
     # --- rounds --------------------------------------------------------------------------------
 

@@ -206,8 +206,8 @@ def test_the_next_bucket_stays_split(target, draft):
     many = spread((target, draft), data=2, model=2)
     options = {"method": "speculative", "max_new_tokens": 200}
     same(*(sj.generate(p, PROMPTS, draft=q, **options) for p, q in ((target, draft), many)))
-    state = start(*many, "speculative")[2]
-    for buffer in jax.tree.leaves((state.cache, loop.resize_state(state, 256).cache)):
+    method, _, state = start(*many, "speculative")
+    for buffer in jax.tree.leaves((state.cache, loop.resize_state(method)(state, 256).cache)):
         shards = buffer.addressable_shards
         assert len(shards) == 4 and all(s.data.nbytes * 4 == buffer.nbytes for s in shards)
 

@@ -314,7 +314,7 @@ def test_compiled_loop_holds_no_copy_of_the_cache(name, options, rows):
     inputs = Engine(target, draft, built, settings).inputs(SAMPLING, rows)
     keys, budget = jax.random.split(jax.random.key(0), rows), np.full(rows, 10, np.int32)
     state = loop.start(built, inputs, [np.arange(5)] * rows, budget, keys, chunk=16)
-    state = loop.resize_state(state, 4096)
+    state = loop.resize_state(built)(state, 4096)
     compiled = loop.run_rounds(built).lower(inputs, state, np.int32(5)).compile()
     temporary = compiled.memory_analysis().temp_size_in_bytes
     assert temporary < 0.5 * state.cache.k[0].nbytes, "a layer's cache is copied"

@@ -15,6 +15,7 @@ import specjax as sj
 from specjax.core import loop
 from specjax.core.warp import warp
 from specjax.registry import Context
+from specjax.runtime import grammar_rounds
 from specjax.runtime.engine import Engine, Request
 from specjax.runtime.generate import make_engine
 from specjax.runtime.grammar_rounds import GrammarProgress, advance_with_grammars, masks
@@ -137,6 +138,20 @@ def test_rows_without_a_grammar_beside_others_are_plain_decodings():
     plain = sj.generate(target, prompts, max_new_tokens=48)
     for number in (0, 1, 3):
         assert made[number].tokens[0].tolist() == plain.tokens[number].tolist()
+
+
+def test_programs_of_grammars_are_dropped_with_their_method():
+    """Unless a method that stays runs them: the one with such drafts from the start."""
+    method = make_engine(demo(), None, sj.method("lookup"), {}).method
+    longest = grammar_rounds.longest_drafts(method)
+    programs = (loop.run_rounds, loop.resize_state, grammar_rounds._programs)
+    for made in programs:
+        made(method)
+        made(longest)
+    grammar_rounds.forget([method], [longest])
+    assert all(method not in made.made and longest in made.made for made in programs)
+    grammar_rounds.forget([method], [])
+    assert not any(longest in made.made for made in programs)
 
 
 def test_masks_are_those_of_each_node():

@@ -76,12 +76,12 @@ LIMITS = Bounds(300, 400)
 def traces(engine):
     """How often each program of a method has been traced."""
     kinds = [loop.empty_state, loop.begin_prefill, loop.prefill_chunks, loop.fill_slots]
-    kinds += [loop.run_rounds, loop.prefill_prompts]
+    kinds += [loop.run_rounds, loop.prefill_prompts, loop.resize_state]
     counts = {}
     for kind in kinds:
         for key, program in kind.made.get(engine.method, {}).items():
             counts[kind.__name__, key] = program._cache_size()
-    return counts, loop.resize_state._cache_size()
+    return counts
 
 
 def decoded(running, *requests):

@@ -401,9 +401,15 @@ def test_methods_that_are_not_allowed(models):
     assert _allowed_methods("none") == [] and _allowed_methods(None) is None
 
 
-def test_programs_of_old_methods_are_dropped(monkeypatch):
+def forgotten_methods(monkeypatch):
+    """The methods whose programs are dropped from here on."""
     forgotten = []
-    monkeypatch.setattr(programs.loop, "forget", forgotten.append)
+    monkeypatch.setattr(programs, "forget", lambda methods, kept: forgotten.extend(methods))
+    return forgotten
+
+
+def test_programs_of_old_methods_are_dropped(monkeypatch):
+    forgotten = forgotten_methods(monkeypatch)
     known = Programs()
     for i in range(MAX_COMPILED + 2):
         known.expect((f"method {i}", False), "a")
@@ -422,8 +428,7 @@ def test_programs_of_old_methods_are_dropped(monkeypatch):
 
 
 def test_programs_stay_while_a_variant_of_their_method_is_kept(monkeypatch):
-    forgotten = []
-    monkeypatch.setattr(programs.loop, "forget", forgotten.append)
+    forgotten = forgotten_methods(monkeypatch)
     known = Programs()
     for key in [("M", False), ("M", True), *((str(i), False) for i in range(MAX_COMPILED - 1))]:
         known.begin(key)
@@ -438,8 +443,7 @@ def test_programs_stay_while_a_variant_of_their_method_is_kept(monkeypatch):
 
 def test_programs_of_a_variant_whose_client_left_are_dropped(monkeypatch):
     """Once its scheduler is gone, too: no row of it has ended, but it may have compiled."""
-    forgotten = []
-    monkeypatch.setattr(programs.loop, "forget", forgotten.append)
+    forgotten = forgotten_methods(monkeypatch)
     known = Programs()
     known.expect(("left", False), "a")
     assert not known.keep([("left", False)], [("left", False)])
