@@ -15,7 +15,7 @@ nobody else touches its scheduler. If another queue waits for a scheduler, the l
 drains: it starts no new requests, and gives up its scheduler when it is empty.
 
 A variant is *new* until a row of it has ended: it has programs to compile. One new variant runs at
-a time, and the others wait (:class:`Programs`). A request that is longer than all before it needs
+a time, and the others wait (:class:`Programs`). A request whose length is new (:data:`Shape`) needs
 further programs of its variant. It is held back until a worker has compiled them aside, so that the
 variant's other requests go on.
 
@@ -41,12 +41,12 @@ from infer.scoring import PromptScores
 from infer.serve.fairness import QueueFull, Turns, fits
 from infer.serve.hosts import Hosts
 from infer.serve.log import LOG
-from infer.serve.programs import Programs
+from infer.serve.programs import Programs, Shape
 from infer.serve.schemas import Body
 from specjax._util.memory import return_memory
 from specjax.core.protocols import Method
 from specjax.core.sampling import Sampling
-from specjax.models.cache import bucket
+from specjax.models.cache import bucket, chunk_sizes
 from specjax.runtime.engine import Engine, Request
 from specjax.runtime.generate import make_rows
 from specjax.runtime.output import Generation, Piece
@@ -84,6 +84,20 @@ class Variant:
     def programs(self) -> tuple[Method, bool]:
         """Two variants with equal values run the same compiled programs."""
         return self.engine.method, self.logprobs
+
+    def needed_shape(self, request: Request) -> Shape | None:
+        """What a request's length decides about its programs; None if they compile where it runs.
+
+        Then the capacity is the same for all requests, or the costs of rounds are measured.
+        """
+        engine = self.engine
+        if engine.method.needs_full_length or engine.auto_length:
+            return None
+        length = len(request.tokens)
+        chunk = 0  # a prompt's last token is not prefilled
+        if length > 1:
+            chunk = engine.chunk_size(length, engine.data_parallel_size)
+        return bucket(length + engine.method.round_positions), chunk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,14 +218,6 @@ class VariantQueue:
         """Whether any of its requests waits or runs."""
         return self.working or self.can_poll or len(self.held) > 0
 
-    def needed_bucket(self, request: Request) -> int | None:
-        """The capacity for a request's first round; None if it is the same for all requests."""
-        method = self.variant.engine.method
-        # A round's costs are measured where it runs, so these are not compiled aside either.
-        if method.needs_full_length or self.variant.engine.auto_length:
-            return None
-        return bucket(len(request.tokens) + method.round_positions)
-
     def release(self, is_ready: Callable[[Request], bool]) -> None:
         """Lets held requests wait for a batch slot that are ready for one."""
         held = self.held
@@ -266,9 +272,9 @@ class VariantQueue:
 class Compilation:
     """Programs for requests of some length, which a worker compiles beside the running ones."""
 
-    queue: VariantQueue
+    variant: Variant
     request: Request
-    capacity: int
+    shape: Shape
 
 
 @dataclasses.dataclass
@@ -326,6 +332,7 @@ class EngineThread:
         self._done: list[tuple[Job, Any]] = []  # what workers got, or an error
         self._waiting: Counter[Hashable] = Counter()  # rows that wait, by client
         self._programs = Programs()
+        self._ahead: deque[Compilation] = deque()  # that no request waits for yet
         self._closed = False
 
         # Only the engine's thread changes these.
@@ -374,7 +381,7 @@ class EngineThread:
         variant = submission.variant
         if self._hosts.several:
             self._hosts.tell("warm_up", **request_message(submission))
-        capacities = warm_up_all_lengths(
+        warm_up_all_lengths(
             variant.engine,
             self._size,
             self._bounds,
@@ -383,8 +390,30 @@ class EngineThread:
         )
         with self._change:
             self._programs.pin(variant.programs)
-            for capacity in capacities:
-                self._programs.add_bucket(variant.programs, capacity)
+
+    def compile_ahead(self, submission: Submission) -> None:
+        """Compiles aside what other short prompts of a submission's variant run; returns at once.
+
+        They are those that fit into the submission's cache positions. A row of the variant must
+        have ended. With one worker nothing is compiled aside.
+        """
+        variant = submission.variant
+        request = submission.requests(0)[0]
+        shape = variant.needed_shape(request)
+        if self._workers == 1 or shape is None:
+            return
+        engine = variant.engine
+        capacity, _ = shape
+        longest = min(self._bounds.prompt, capacity - engine.method.round_positions)
+        jobs = {}
+        for chunk in chunk_sizes(engine.chunk_size(longest, engine.data_parallel_size)):
+            tokens = np.zeros(min(chunk, longest), np.int32)
+            example = dataclasses.replace(request, tokens=tokens)
+            shape = variant.needed_shape(example)
+            jobs[shape] = Compilation(variant, example, shape)
+        with self._change:
+            self._ahead.extend(jobs.values())
+            self._change.notify()
 
     def close(self) -> None:
         """Ends the thread after its current round; unfinished rows are dropped."""
@@ -436,6 +465,8 @@ class EngineThread:
         """
         with self._change:
             while not (self._inbox or self._canceled or self._done or self._closed):
+                if self._ahead and self._compilation is None:
+                    break
                 self._change.wait()
             inbox = self._inbox
             canceled = self._canceled
@@ -572,7 +603,7 @@ class EngineThread:
             return request
         return None
 
-    # --- programs for longer requests ----------------------------------------------------------
+    # --- programs for further lengths ----------------------------------------------------------
 
     def _must_wait_for_programs(self, queue: VariantQueue, request: Request) -> bool:
         """Whether a request would compile programs for its length while others run."""
@@ -581,27 +612,36 @@ class EngineThread:
             return False
         if self._workers > 1 and not self._programs.is_new(key):
             return True
-        self._programs.add_bucket(key, queue.needed_bucket(request))  # it compiles where it runs
+        # They compile where it runs.
+        self._programs.add_shape(key, queue.variant.needed_shape(request))
         return False
 
     def _is_compiled(self, queue: VariantQueue, request: Request) -> bool:
         """Whether the programs for a request's length have been compiled."""
-        capacity = queue.needed_bucket(request)
-        return capacity is None or self._programs.has_bucket(queue.variant.programs, capacity)
+        shape = queue.variant.needed_shape(request)
+        return shape is None or self._programs.has_shape(queue.variant.programs, shape)
 
     def _next_compilation(self) -> Compilation | None:
-        """Programs for the request that has been held back for longest, of one queue."""
+        """Programs for the request that has been held back for longest, of one queue.
+
+        If none is held back, those of :meth:`compile_ahead`.
+        """
         with self._change:
             for queue in self._queues.values():
                 for _, request in queue.held:
-                    capacity = queue.needed_bucket(request)
-                    assert capacity is not None, "a request of any other length is not held"
-                    return Compilation(queue, request, capacity)
+                    shape = queue.variant.needed_shape(request)
+                    assert shape is not None, "a request of any other length is not held"
+                    return Compilation(queue.variant, request, shape)
+            while self._ahead:
+                job = self._ahead.popleft()
+                key = job.variant.programs
+                if not (self._programs.is_new(key) or self._programs.has_shape(key, job.shape)):
+                    return job
         return None
 
     def _compile(self, job: Compilation) -> None:
         """Compiles programs in a worker."""
-        variant = job.queue.variant
+        variant = job.variant
         warm_up_aside(
             variant.engine,
             self._size,
@@ -615,10 +655,10 @@ class EngineThread:
         """Lets the requests of that length run. If it failed, they fail where they run."""
         self._compilation = None
         if error is not None:
-            LOG.error("compiling method %s failed", job.queue.variant.name, exc_info=error)
-        key = job.queue.variant.programs
+            LOG.error("compiling method %s failed", job.variant.name, exc_info=error)
+        key = job.variant.programs
         with self._change:
-            self._programs.add_bucket(key, job.capacity)
+            self._programs.add_shape(key, job.shape)
             for queue in self._queues.values():  # one for each of their settings
                 if queue.variant.programs == key:
                     queue.release(functools.partial(self._is_compiled, queue))
@@ -741,7 +781,7 @@ class EngineThread:
             busy = {queue.variant.programs for queue in self._queues.values() if queue.busy}
             busy |= {submission.variant.programs for submission in self._inbox}
             if self._compilation is not None:  # it may go on although its client has left
-                busy.add(self._compilation.queue.variant.programs)
+                busy.add(self._compilation.variant.programs)
             freed = self._programs.keep(used, busy)
         if freed:
             return_memory()

@@ -16,6 +16,9 @@ MAX_NEW = 8  # variants that wait to compile, or do so
 MAX_COMPILED = 6  # variants whose programs stay in memory, unless more have a scheduler
 
 Key = tuple[Method, bool]  # the method, and whether it returns log-probabilities
+# What a request's length decides about programs: its first cache positions, and the tokens of its
+# largest prefill chunk, 0 if nothing is prefilled.
+Shape = tuple[int, int]
 
 
 class TooManyNew(Exception):
@@ -29,7 +32,7 @@ class Programs:
         self._new: dict[Key, Hashable] = {}  # with the client that asked first
         self._compiled: dict[Key, None] = {}  # the one that was used longest ago comes first
         self._begun: set[Key] = set()  # what may have programs, whether a row has ended or not
-        self._buckets: dict[Key, set[int]] = {}  # capacities whose programs have been compiled
+        self._shapes: dict[Key, set[Shape]] = {}  # whose programs have been compiled
         self._pinned: set[Key] = set()
         self._freed = False  # whether there may be memory to give back
 
@@ -62,17 +65,18 @@ class Programs:
         self._compiled.pop(key, None)
         self._compiled[key] = None
 
-    def has_bucket(self, key: Key, capacity: int) -> bool:
-        """Whether the variant's programs of this capacity have been compiled."""
-        return capacity in self._buckets.get(key, ())
+    def has_shape(self, key: Key, shape: Shape) -> bool:
+        """Whether the variant's programs for requests of this shape have been compiled."""
+        return key in self._pinned or shape in self._shapes.get(key, ())
 
-    def add_bucket(self, key: Key, capacity: int) -> None:
-        """Notes that the variant's programs of this capacity are compiled, or will be at once."""
+    def add_shape(self, key: Key, shape: Shape) -> None:
+        """Notes that the programs for this shape are compiled, or will be at once."""
         self._freed = True  # compiling takes more than it leaves
-        self._buckets.setdefault(key, set()).add(capacity)
+        self._shapes.setdefault(key, set()).add(shape)
 
     def pin(self, key: Key) -> None:
-        """Keeps the variant's programs for ever."""
+        """Keeps the variant's programs for ever; those for all lengths have been compiled."""
+        self._freed = True
         self._pinned.add(key)
 
     def keep(self, used: Collection[Key], busy: Collection[Key]) -> bool:
@@ -102,9 +106,9 @@ class Programs:
         if unused:
             forget(unused, in_use)
             self._freed = True
-        self._buckets = {
-            key: capacities
-            for key, capacities in self._buckets.items()
+        self._shapes = {
+            key: shapes
+            for key, shapes in self._shapes.items()
             if key in self._compiled or key in self._new
         }
         freed = self._freed

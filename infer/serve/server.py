@@ -100,6 +100,8 @@ def serve(args: argparse.Namespace) -> int:
                 say("infer.serve", "compiling for all lengths")
                 with waiting("compiling for all lengths"):
                     engine.warm_up(first)
+            else:
+                engine.compile_ahead(first)
             _shorten_pauses()
             _answer_requests(server.app(), listener, args, bool(keys))
     return 0

@@ -49,17 +49,14 @@ def warm_up_aside(
 
 def warm_up_all_lengths(
     engine: Engine, size: int, bounds: Bounds, *, logprobs: bool, prefixes: int
-) -> list[int]:
+) -> None:
     """Compiles what requests of any length within ``bounds`` run, in a state of its own.
 
     Args:
       size, bounds, logprobs, prefixes: those of the scheduler that decodes.
-
-    Returns:
-      The capacity buckets for which it has compiled the programs.
     """
     scheduler = Warmup(engine, size, Sampling(), bounds, logprobs=logprobs, prefixes=prefixes)
-    return scheduler.visit_all_lengths(bounds)
+    scheduler.visit_all_lengths(bounds)
 
 
 class Warmup(Scheduler):
@@ -126,14 +123,12 @@ class Warmup(Scheduler):
         if self.prefills_together:
             self._runner.start_batch_like(request)
 
-    def visit_all_lengths(self, bounds: Bounds) -> list[int]:
-        """Compiles what requests of any length run; returns the capacity buckets."""
+    def visit_all_lengths(self, bounds: Bounds) -> None:
+        """Compiles what requests of any length run."""
         key = jax.random.key(0)
-        capacities = []
         capacity = 0
         while capacity < bucket(bounds.total + self._engine.method.round_positions):
             capacity = bucket(capacity + 1)
-            capacities.append(capacity)
             longest = capacity - self._engine.method.round_positions
             tokens = np.zeros(max(1, min(bounds.prompt, longest)), np.int32)
             self.join_batch(Request(tokens, 1, key))
@@ -143,7 +138,6 @@ class Warmup(Scheduler):
         longest = Request(tokens, bounds.total - bounds.prompt, key)
         self._runner.start_empty(Request(tokens[:1], 1, key))
         self.visit_buckets([Request(tokens[:1], 1, key), longest])
-        return capacities
 
     def _prefill_chunk(self, request: Request) -> int:
         """Tokens of the largest chunk in which the request's prompt is prefilled."""

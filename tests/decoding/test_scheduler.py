@@ -118,8 +118,7 @@ def test_nothing_compiles_after_a_warmup_for_all_lengths(target):
     engine = make_engine(target, None, sj.method("lookup"), {})
     limits = Bounds(260, 300)
     running = Scheduler(engine, 2, SAMPLING, limits, prefixes=2)
-    found = warm_up_all_lengths(engine, 2, limits, logprobs=False, prefixes=2)
-    assert found == [128, 256, 384]
+    warm_up_all_lengths(engine, 2, limits, logprobs=False, prefixes=2)
     warm = traces(engine)
     for lengths in ((1, 260), (260, 17), (140,), (60, 9, 250), (30, 2)):
         requests = [a_request(length, 40, number) for number, length in enumerate(lengths)]

@@ -301,7 +301,7 @@ class CompilingAside:
         warm_up_aside(*args, **named)
 
 
-@pytest.mark.parametrize(("length", "fails"), [(200, False), (300, True)])
+@pytest.mark.parametrize(("length", "fails"), [(40, True), (200, False), (300, True)])
 def test_a_longer_prompt_compiles_aside(server, pool, monkeypatch, length, fails):
     """Other requests of its method go on. If that fails, it compiles where it runs.
 
@@ -321,6 +321,23 @@ def test_a_longer_prompt_compiles_aside(server, pool, monkeypatch, length, fails
     texts = {one.result()[1]["choices"][0]["text"] for one in (ask, again)}
     texts.add(server.complete(**long)["choices"][0]["text"])
     assert len(texts) == 1 and compiling.calls == 1
+
+
+def test_what_short_prompts_run_is_compiled_ahead(models, monkeypatch):
+    """For each size of prefill chunk in the first cache positions, and only once."""
+    lengths = []
+    monkeypatch.setattr(
+        engine_thread, "warm_up_aside", lambda *args, **_: lengths.append(len(args[3].tokens))
+    )
+    with serving(*models, *LIMITS) as server:
+        server.complete(prompt=[5], max_tokens=1)
+        body = CompletionBody(prompt=[5])
+        submission = server.admission.make_submission(body, print)
+        for _ in range(2):
+            server.engine.compile_ahead(submission)
+            until(lambda: len(lengths) >= 4 and not server.engine._ahead)
+        positions = submission.variant.engine.method.round_positions
+        assert lengths == [16, 32, 64, 128 - positions]
 
 
 @pytest.mark.slow
