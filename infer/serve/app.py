@@ -159,15 +159,11 @@ class Server:
         return await self._answer(request, ChatBody, self._chats)
 
     async def _tokenize(self, request: Request) -> Response:
-        data = await self._bodies.read(request)
         # Whether it is a chat is known only once it is parsed.
-        work = self._chats.run(self._client(request), tokenize, self.admission, data)
-        return json_response(await work)
+        return json_response(await self._parse(request, self._chats, tokenize, self.admission))
 
     async def _detokenize(self, request: Request) -> Response:
-        data = await self._bodies.read(request)
-        work = self._texts.run(self._client(request), detokenize, self.admission, data)
-        return json_response(await work)
+        return json_response(await self._parse(request, self._texts, detokenize, self.admission))
 
     async def _list_models(self) -> Response:
         return json_response({"object": "list", "data": [self._model()]})
@@ -225,11 +221,9 @@ class Server:
     async def _answer(self, request: Request, kind: type[Body], workers: Workers) -> Response:
         """Answers a completion or a chat: as a stream, or whole once all of its rows have ended."""
         client = self._client(request)
-        data = await self._bodies.read(request)
         output = OutputQueue()
-        # Long texts and templates take a while, and the event loop must not wait for them.
-        body, submission = await workers.run(
-            client, self._prepare, kind, data, output.on_output, client
+        body, submission = await self._parse(
+            request, workers, self._prepare, kind, output.on_output, client
         )
         answer = Answer(submission, body, self.admission.name, self.admission.tool_family)
         self._submit(submission)
@@ -258,8 +252,18 @@ class Server:
         # Echoes of long prompts take a while to build.
         return json_response(await asyncio.to_thread(answer.full_response))
 
+    async def _parse(
+        self, request: Request, workers: Workers, function: Callable[..., Any], *args: Any
+    ) -> Any:
+        """What ``function(*args, data)`` makes of a request's body, in a thread of ``workers``.
+
+        Long texts and templates take a while, and the event loop must not wait for them.
+        """
+        async with self._bodies.read(request) as data:
+            return await workers.run(self._client(request), function, *args, data)
+
     def _prepare(
-        self, kind: type[Body], data: bytes, on_output: Callable, client: Hashable
+        self, kind: type[Body], on_output: Callable, client: Hashable, data: bytes | bytearray
     ) -> tuple[Body, Submission]:
         """The parsed request and its submission."""
         body = read(kind, data)

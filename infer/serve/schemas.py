@@ -13,6 +13,7 @@ import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Discriminator,
@@ -132,6 +133,8 @@ Prompts = Annotated[
 
 
 LengthDecay = Annotated[list[float], Field(min_length=2, max_length=2)]  # a start, a factor
+# The value is checked and not kept: it may be as large as a body, and a request may wait for long.
+UNUSED = AfterValidator(lambda value: None)
 
 
 class _Strict(BaseModel):
@@ -159,14 +162,13 @@ class _Unsupported(_Strict):
     modalities: _neutral(["text"]) = None
     priority: _neutral(0) = None
     # These change no answer, whatever their value.
-    user: str | None = None
-    store: bool | None = None
-    metadata: dict[str, str] | None = None
-    service_tier: str | None = None
-    parallel_tool_calls: bool | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
+    user: Annotated[str | None, UNUSED] = None
+    store: Annotated[bool | None, UNUSED] = None
+    metadata: Annotated[dict[str, str] | None, UNUSED] = None
+    service_tier: Annotated[str | None, UNUSED] = None
+    safety_identifier: Annotated[str | None, UNUSED] = None
+    prompt_cache_key: Annotated[str | None, UNUSED] = None
+    prompt_cache_retention: Annotated[str | None, UNUSED] = None
 
 
 class SamplingFields(_Strict):
@@ -270,6 +272,7 @@ class Body(SamplingFields, _Unsupported):
     stop: Stop | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    parallel_tool_calls: bool | None = None
     # Ours. ``origins``: say for each text whether the draft or the target wrote it.
     method: str | None = None
     options: Annotated[dict[str, Setting], Field(max_length=MAX_OPTIONS)] | None = None
@@ -564,7 +567,7 @@ UNSUPPORTED = frozenset(
 )
 
 
-def read(kind: type[AnyBody], data: bytes) -> Any:
+def read(kind: type[AnyBody], data: bytes | bytearray) -> Any:
     """Parses and checks the body of a request.
 
     Raises:

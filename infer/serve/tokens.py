@@ -10,7 +10,7 @@ from infer.serve.schemas import DetokenizeBody, TokenizeBody, read
 from specjax._util.errors import OptionError
 
 
-def tokenize(admission: Admission, data: bytes) -> dict[str, Any]:
+def tokenize(admission: Admission, data: bytes | bytearray) -> dict[str, Any]:
     """The answer to ``/tokenize``: the token ids of a text, or of a chat by the model's template.
 
     Raises:
@@ -46,7 +46,7 @@ def tokenize(admission: Admission, data: bytes) -> dict[str, Any]:
     }
 
 
-def detokenize(admission: Admission, data: bytes) -> dict[str, Any]:
+def detokenize(admission: Admission, data: bytes | bytearray) -> dict[str, Any]:
     """The answer to ``/detokenize``: the text of token ids, special tokens included.
 
     Raises:

@@ -117,7 +117,7 @@ def read_file(path: str | os.PathLike, pipes: bool = False, most: int = MOST_BYT
         return file.read()
 
 
-def parse_json(text: bytes) -> Any:
+def parse_json(text: bytes | bytearray) -> Any:
     """The value of a JSON text in UTF-8.
 
     Raises:

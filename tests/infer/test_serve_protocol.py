@@ -79,6 +79,12 @@ def asked(server, body, path="/v1/completions"):
 # --- fields ------------------------------------------------------------------------------------
 
 
+def test_what_changes_no_answer_is_not_kept():
+    """Such a text may be as large as a body, and a request may wait for long."""
+    body = CompletionBody(prompt="a", user="a" * 10**5, metadata={"a": "b"}, store=True)
+    assert (body.user, body.metadata, body.store) == (None, None, None)
+
+
 def test_fields_that_ask_for_nothing_pass(server):
     fields = HARMLESS | {name: passes for name, (passes, _) in NEUTRAL.items()}
     nulls = dict.fromkeys([*fields, *sorted(UNSUPPORTED)])

@@ -1,5 +1,6 @@
 """``python -m infer.serve``: who may reach it, and what connections may cost."""
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -8,11 +9,14 @@ import resource
 import socket
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from infer.serve import connections
+from infer.serve import bodies, connections
+from infer.serve.bodies import Bodies
 from infer.serve.log import LOG, RECORDS, Limit, log_format
+from infer.serve.refusals import Refusal
 from infer.serve.server import _listening_socket, _shown_name
 from specjax._util.errors import InputError
 from support.serving import served_models, serving, until
@@ -223,6 +227,26 @@ def test_bodies_in_tiny_chunks(server):
     assert b"too small" in server.send(chunked(b'{"prompt": "' + b"a" * 300_000, 1))
     assert server.ask("GET", "/health")[0] == 200
     assert time.process_time() - began < 1
+
+
+def test_large_bodies_count_until_they_are_parsed(monkeypatch):
+    monkeypatch.setattr(bodies, "MAX_BODIES", 1)
+
+    async def stream():
+        yield b"a" * 90_000
+
+    async def use():
+        headers = {"content-type": "application/json"}
+        request = SimpleNamespace(headers=headers, stream=stream)
+        held = Bodies(100_000)
+        async with held.read(request) as data:
+            assert len(data) == 90_000
+            with pytest.raises(Refusal, match="too many large bodies"):
+                await held.read(request).__aenter__()
+        async with held.read(request):
+            pass
+
+    asyncio.run(use())
 
 
 def test_an_answer_that_nobody_reads(server, monkeypatch):
