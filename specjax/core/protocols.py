@@ -311,6 +311,7 @@ class Method(Protocol):
 
     round_positions: int  # positions above ``length`` that one round may write
     depth: int = 0  # most draft tokens that a round accepts
+    extra_positions: int = 0  # cache positions that ``init`` may fill, beyond a row's own tokens
     # How many tokens after its own a cache entry depends on. So many tokens at the end of a cached
     # prefix are prefilled again, because other tokens follow them now.
     lookback: int = 0

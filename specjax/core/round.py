@@ -76,10 +76,14 @@ class DraftVerify(Method):
         return (self.drafter.shape.nodes + self.drafter.num_probes,)
 
     @property
+    def extra_positions(self) -> int:
+        return self.target.extra_positions
+
+    @property
     def round_positions(self) -> int:
         """Cache positions that one round may write: the widest pass, and what the target adds."""
         in_draft = max(*self.passes, self.drafter.round_positions)
-        return in_draft + 1 + self.target.extra_positions
+        return in_draft + 1 + self.extra_positions
 
     @property
     def lookback(self) -> int:

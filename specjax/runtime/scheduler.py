@@ -94,7 +94,7 @@ class Scheduler:
         prefixes: int = 0,
     ):
         largest_chunk = engine.chunk_size(bounds.prompt, engine.data_parallel_size)
-        needed = max(bounds.prompt, largest_chunk)
+        needed = max(bounds.prompt + engine.method.extra_positions, largest_chunk)
         fixed_capacity = None
         if engine.method.needs_full_length:
             needed = max(needed, bounds.total + engine.method.round_positions)

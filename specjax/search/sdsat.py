@@ -56,6 +56,10 @@ class TwoStep(Method):
         return self._first.passes + self._second.passes
 
     @property
+    def extra_positions(self) -> int:
+        return self.target.extra_positions
+
+    @property
     def round_positions(self) -> int:
         # The second pass begins one position later, after m₀.
         return 1 + max(self._first.round_positions, self._second.round_positions)

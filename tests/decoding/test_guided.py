@@ -1,5 +1,6 @@
 """Classifier-free guidance: transformers' tokens, the law under drafts, wrong arguments."""
 
+import dataclasses
 import functools
 
 import jax.numpy as jnp
@@ -98,6 +99,23 @@ def test_drafts_change_no_greedy_token(drafter, negative):
     for got, want in zip(made.tokens, plain(negative).tokens, strict=True):
         assert got.tolist() == want.tolist()
     assert made.stats["accepted"].sum() > 0
+
+
+def test_a_long_negative_prompt_fits_whatever_the_prompts_length():
+    """Two slots for three rows: the third prompt is prefilled in a state of its own."""
+    negative = tuple(np.random.default_rng(0).integers(8, 40, 300).tolist())
+    target = pair()[0]
+    config = dataclasses.replace(target.config, max_position=512)
+    target = dataclasses.replace(target, config=config)
+    how = {
+        "target_dist": sj.Guided(negative),
+        "options": {"guidance_scale": SCALE},
+        "max_new_tokens": [12, 4, 8],
+    }
+    in_turn = sj.generate(target, list(PROMPTS[:3]), batch_size=2, **how)
+    together = sj.generate(target, list(PROMPTS[:3]), batch_size=3, **how)
+    for got, want in zip(in_turn.tokens, together.tokens, strict=True):
+        assert got.tolist() == want.tolist()
 
 
 def test_a_round_counts_two_target_passes():
