@@ -31,6 +31,7 @@ from specjax.rewards import PRODUCT, Judge, combine
 from specjax.runtime.engine import Engine, Request
 from specjax.runtime.output import Generation, Piece, concatenate
 from specjax.runtime.scheduler import Bounds, Scheduler
+from specjax.target import Guided
 
 SAMPLE_STREAM = 2**31  # keys of samples s > 0 are folded with it: no prompt index is as large
 ALL_ROUNDS = 2**31 - 1  # no limit between polls: the device is polled when a request ends
@@ -247,9 +248,10 @@ def stream(
     engine.check_sampling(sampling)
 
     rows = make_rows(target, prompt_ids, constraints, indices, seed, num_samples, budgets)
-    if engine.draft:
-        for row in rows:
+    for row in rows:
+        if engine.draft:
             check_draft_context(engine.draft, len(row.tokens), row.budget)
+        _check_negative_prompt(engine, row.budget)
     scheduler = Scheduler(
         engine,
         num_slots(target, len(rows), batch_size),
@@ -295,6 +297,30 @@ def check_draft_context(draft: LM, tokens: int, budget: int) -> None:
     raise OptionError(
         f"a prompt has {tokens} tokens and {budget} new ones to come, the context of draft "
         f"{draft.source} holds {context}; shorten it, {advice}"
+    )
+
+
+def _check_negative_prompt(engine: Engine, budget: int) -> None:
+    """Checks that a negative prompt and the new tokens fit into the target's context.
+
+    The new tokens are scored after it, too, and a target is wrong past its context.
+
+    Raises:
+      OptionError: names the lengths and what would fit.
+    """
+    target_dist = getattr(engine.method, "target", None)
+    if not isinstance(target_dist, Guided):
+        return
+    tokens = len(target_dist.negative)
+    context = engine.target.config.max_position
+    if tokens + budget <= context:
+        return
+    advice = "shorten it"
+    if tokens < context:
+        advice = f"shorten it, or ask for {context - tokens} new ones"
+    raise OptionError(
+        f"the negative prompt has {tokens} tokens and {budget} new ones to come, the context of "
+        f"target {engine.target.source} holds {context}; {advice}"
     )
 
 

@@ -203,6 +203,12 @@ def test_mutant_is_caught(mutant):
         (lambda: sj.Guided((99,)), "token 99 is not among the target's"),
         (lambda: sj.Guided((-1,)), "negative=(-1,): expected token ids"),
         (lambda: sj.Guided("text"), "negative=text: expected token ids"),
+        (
+            lambda: sj.Guided((9,) * 100),
+            "has 100 tokens and 64 new ones to come, the context of target params holds 128; "
+            "shorten it, or ask for 28 new ones",
+        ),
+        (lambda: sj.Guided((9,) * 128), "holds 128; shorten it"),
     ],
 )
 def test_wrong_negative_prompts_are_one_line(target_dist, says):
