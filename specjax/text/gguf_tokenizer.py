@@ -22,15 +22,21 @@ from tokenizers import (
     processors,
 )
 
-from specjax._util.checks import FLAG, TEXT, Check, quoted, require_all, satisfying, whole
+from specjax._util.checks import FLAG, TEXT, Check, quoted, require_all, whole
 from specjax._util.errors import ModelError, errors_as
-from specjax.models.gguf.config import ARCHITECTURE
+from specjax.models.gguf.config import (
+    ARCHITECTURE,
+    CONTROL,
+    NUMBERS,
+    STRINGS,
+    TOKEN_TYPES,
+    TOKENIZER,
+    TOKENS,
+    USER_DEFINED,
+)
 from specjax.models.gguf.header import Header
 from specjax.text.byte_level import CHARACTER_OF
 
-CONTROL = 3  # token types: a special token, and one that a user defined
-USER_DEFINED = 4
-PREFIX = "tokenizer.ggml."
 SPACE = "▁"  # as SentencePiece writes a space
 TEMPLATE = "tokenizer.chat_template"
 
@@ -61,13 +67,6 @@ PATTERNS: dict[str | None, str | None] = {
     **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
 }
 
-_STRINGS = satisfying(
-    "a list of texts", lambda value: type(value) is list and set(map(type, value)) <= {str}
-)
-_NUMBERS = satisfying(
-    "a list of numbers",
-    lambda value: type(value) is list and set(map(type, value)) <= {int, float},
-)
 _SPECIAL = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -91,9 +90,9 @@ def read_tokenizer(header: Header) -> GGUFTokenizer:
       ModelError: there is none, its model or its pattern is not known, or a value is wrong.
     """
     values = {
-        key.removeprefix(PREFIX): value
+        key.removeprefix(TOKENIZER): value
         for key, value in header.metadata.items()
-        if key.startswith(PREFIX)
+        if key.startswith(TOKENIZER)
     }
     _check(header, values)
     tokens = values["tokens"]
@@ -121,36 +120,36 @@ def _check(header: Header, values: Mapping[str, Any]) -> None:
     model = values.get("model")
     if model not in ("gpt2", "llama"):
         raise ModelError(
-            f"{header.path}: {PREFIX}model {quoted(model)} is no tokenizer that is read here; "
+            f"{header.path}: {TOKENIZER}model {quoted(model)} is no tokenizer that is read here; "
             "supported: gpt2, llama"
         )
     pattern = values.get("pre")
     if model == "gpt2" and (not isinstance(pattern, str | None) or pattern not in PATTERNS):
         known = ", ".join(name for name in PATTERNS if name)
         raise ModelError(
-            f"{header.path}: {PREFIX}pre {quoted(pattern)} is not known; supported: {known}"
+            f"{header.path}: {TOKENIZER}pre {quoted(pattern)} is not known; supported: {known}"
         )
     ranks = "merges" if model == "gpt2" or "merges" in values else "scores"
     for name in ("tokens", ranks):
         if not values.get(name):
-            raise ModelError(f"{header.path}: its metadata lack {PREFIX}{name}")
+            raise ModelError(f"{header.path}: its metadata lack {TOKENIZER}{name}")
     checks: dict[str, Check] = {
-        f"{PREFIX}tokens": _STRINGS,
-        f"{PREFIX}merges": _STRINGS,
-        f"{PREFIX}scores": _NUMBERS,
-        f"{PREFIX}token_type": _NUMBERS,
-        f"{PREFIX}add_bos_token": FLAG,
-        f"{PREFIX}add_eos_token": FLAG,
+        TOKENS: STRINGS,
+        f"{TOKENIZER}merges": STRINGS,
+        f"{TOKENIZER}scores": NUMBERS,
+        TOKEN_TYPES: NUMBERS,
+        f"{TOKENIZER}add_bos_token": FLAG,
+        f"{TOKENIZER}add_eos_token": FLAG,
         TEMPLATE: TEXT,
     }
     require_all(f"{header.path}: ", header.metadata, checks, ModelError)
     one_id = whole(0, len(values["tokens"]) - 1)
-    ids = {f"{PREFIX}{key}": one_id for key in _SPECIAL.values()}
+    ids = {f"{TOKENIZER}{key}": one_id for key in _SPECIAL.values()}
     require_all(f"{header.path}: ", header.metadata, ids, ModelError)
     for name in ("scores", "token_type"):
         if name in values and len(values[name]) != len(values["tokens"]):
             raise ModelError(
-                f"{header.path}: {PREFIX}{name} has {len(values[name])} entries for "
+                f"{header.path}: {TOKENIZER}{name} has {len(values[name])} entries for "
                 f"{len(values['tokens'])} tokens"
             )
 

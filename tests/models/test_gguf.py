@@ -18,6 +18,7 @@ from infer.run import commands as run
 from specjax._util.errors import ModelError, ModelWarning
 from specjax.lm import model_digest
 from specjax.models import from_hf
+from specjax.models.gguf import config as gguf_config
 from specjax.models.gguf import packages
 from specjax.models.gguf.blocks import KINDS
 from specjax.models.gguf.header import read_header
@@ -179,6 +180,32 @@ def test_llama_3s_rope_is_found_by_what_it_comes_to(tmp_path):
     gguf_files.write(path, config, tensors, extra=extra)
     with pytest.raises(ModelError, match="rope_freqs"):
         load_config(path)
+
+
+def config_from(header):
+    return gguf_config.config_of(header, lambda: np.ones(0))
+
+
+TYPES = [gguf_config.CONTROL] * 9 + [1] * (len(gguf_files.TOKENS) - 9)
+
+
+@pytest.mark.parametrize(
+    "texts, keys, ends",
+    [
+        ({5: "<end_of_turn>"}, {}, (2, 5)),
+        ({5: "<|eot_id|>", 6: "<|eom_id|>"}, {}, (2, 5, 6)),
+        ({5: "<|eot_id|>", 6: "<|eom_id|>"}, {"eot_token_id": 7}, (2, 7, 6)),
+        ({2: "<|im_end|>"}, {"eom_token_id": 4}, (2, 4)),
+        ({40: "<EOT>"}, {}, (2,)),  # a word of a text
+    ],
+)
+def test_a_turn_ends_where_the_file_or_a_tokens_text_says(file, texts, keys, ends):
+    tokens = [texts.get(i, token) for i, token in enumerate(gguf_files.TOKENS)]
+    header = read_header(file)
+    metadata = header.metadata | {f"tokenizer.ggml.{key}": i for key, i in keys.items()}
+    metadata |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": TYPES}
+    header = dataclasses.replace(header, metadata=metadata)
+    assert config_from(header).eos_ids == ends
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from specjax._util.checks import (
     one_of,
     quoted,
     require_all,
+    satisfying,
     whole,
 )
 from specjax._util.errors import ModelError
@@ -31,8 +32,25 @@ from specjax.models.layers import rope_frequencies
 ARCHITECTURE = "general.architecture"
 # Architectures whose models transformers knows under another name.
 _MODEL_TYPES = {"gemma3": "gemma3_text", "gptneox": "gpt_neox"}
-_IDS = "tokenizer.ggml."
-_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")  # of a text, a turn, a message
+TOKENIZER = "tokenizer.ggml."  # what the keys of the tokenizer begin with
+TOKENS = f"{TOKENIZER}tokens"
+TOKEN_TYPES = f"{TOKENIZER}token_type"
+CONTROL = 3  # token types: a special token, and one that a user defined
+USER_DEFINED = 4
+STRINGS = satisfying(
+    "a list of texts", lambda value: type(value) is list and set(map(type, value)) <= {str}
+)
+NUMBERS = satisfying(
+    "a list of numbers",
+    lambda value: type(value) is list and set(map(type, value)) <= {int, float},
+)
+# The keys that name the end of a text, a turn and a message. Many files name the first alone; the
+# others are then the tokens with these texts, as in llama.cpp.
+_ENDS = {
+    "eos_token_id": (),
+    "eot_token_id": ("<end_of_turn>", "<|eot_id|>", "<|im_end|>", "<|end|>", "<EOT>"),
+    "eom_token_id": ("<|eom_id|>",),
+}
 
 _HEADS = either(whole(), list_of(whole()))  # one number, or one for each layer
 _PATTERN = either(whole(), list_of(FLAG))
@@ -204,17 +222,35 @@ def _ids(header: Header, vocab_size: int) -> dict[str, Any]:
     """The ids of special tokens. A sequence also ends where a turn or a message does."""
 
     def check(names: Iterable[str]) -> dict[str, Check]:
-        return {f"{_IDS}{name}": whole(0, vocab_size - 1) for name in names}
+        return {f"{TOKENIZER}{name}": whole(0, vocab_size - 1) for name in names}
 
-    names = ("bos_token_id", "padding_token_id", *_END_KEYS)
+    names = ("bos_token_id", "padding_token_id", *_ENDS)
     require_all(f"{header.path}: ", header.metadata, check(names), ModelError)
-    ends = [header.metadata.get(f"{_IDS}{name}") for name in _END_KEYS]
-    ends = list(dict.fromkeys(end for end in ends if end is not None))
     return {
-        "bos_token_id": header.metadata.get(f"{_IDS}bos_token_id"),
-        "pad_token_id": header.metadata.get(f"{_IDS}padding_token_id"),
-        "eos_token_id": ends,
+        "bos_token_id": header.metadata.get(f"{TOKENIZER}bos_token_id"),
+        "pad_token_id": header.metadata.get(f"{TOKENIZER}padding_token_id"),
+        "eos_token_id": _end_ids(header, vocab_size),
     }
+
+
+def _end_ids(header: Header, vocab_size: int) -> list[int]:
+    """The ids that end a sequence: those that the file names, and then those with known texts."""
+    lists = {TOKENS: STRINGS, TOKEN_TYPES: NUMBERS}
+    require_all(f"{header.path}: ", header.metadata, lists, ModelError)
+    named: list[int] = []
+    texts: set[str] = set()
+    for key, known in _ENDS.items():
+        end = header.metadata.get(f"{TOKENIZER}{key}")
+        if end is None:
+            texts.update(known)
+        else:
+            named.append(end)
+    tokens = header.metadata.get(TOKENS) or []
+    types = header.metadata.get(TOKEN_TYPES) or []
+    pairs = enumerate(zip(tokens[:vocab_size], types, strict=False))
+    added = (CONTROL, USER_DEFINED)
+    found = [i for i, (token, kind) in pairs if token in texts and kind in added]
+    return list(dict.fromkeys(named + found))
 
 
 def _add_gemma(config: dict[str, Any], architecture: str, layers: int) -> None:
