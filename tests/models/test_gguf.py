@@ -186,6 +186,26 @@ def config_from(header):
     return gguf_config.config_of(header, lambda: np.ones(0))
 
 
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    "keys, scaling",
+    [
+        ({"rope.scaling.factor": 4.0}, LINEAR),
+        ({"rope.scale_linear": 4.0}, LINEAR),
+        ({"rope.scale_linear": 2.0, "rope.scaling.factor": 4.0}, LINEAR),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, None),
+    ],
+)
+def test_a_rope_without_a_type_of_scaling_is_linear(file, keys, scaling):
+    header = read_header(file)
+    metadata = header.metadata | {f"llama.{key}": value for key, value in keys.items()}
+    rope = config_from(dataclasses.replace(header, metadata=metadata)).rope
+    config = variants.BASE | {"rope_scaling": scaling}
+    assert rope == from_hf(config).rope
+
+
 TYPES = [gguf_config.CONTROL] * 9 + [1] * (len(gguf_files.TOKENS) - 9)
 
 

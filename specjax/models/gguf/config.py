@@ -75,6 +75,7 @@ _KEYS: dict[str, tuple[str, Check]] = {
     "rope.freq_base": ("rope_theta", POSITIVE),
     "rope.freq_base_swa": ("rope_local_base_freq", POSITIVE),
     "rope.scaling.type": ("rope_type", one_of("none", "linear", "yarn")),
+    "rope.scale_linear": ("factor", POSITIVE),  # of old files; the next one counts before it
     "rope.scaling.factor": ("factor", POSITIVE),
     "rope.scaling.original_context_length": ("original_max_position_embeddings", whole()),
     "rope.scaling.attn_factor": ("attention_factor", POSITIVE),
@@ -194,6 +195,8 @@ def _values(header: Header, architecture: str) -> dict[str, Any]:
     # Without a number of key heads there are as many as query heads.
     values.setdefault("num_key_value_heads", values["num_attention_heads"])
     scaling = {name: values.pop(name) for name in _ROPE_KEYS if name in values}
+    if "factor" in scaling:
+        scaling.setdefault("rope_type", "linear")  # as in llama.cpp
     if scaling.get("rope_type", "none") != "none":
         values["rope_scaling"] = scaling
     return values
