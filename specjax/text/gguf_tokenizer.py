@@ -155,11 +155,16 @@ def _check(header: Header, values: Mapping[str, Any]) -> None:
 
 
 def _byte_level(values: Mapping[str, Any]) -> Tokenizer:
-    """GPT-2's kind: every token is written with one character for each byte."""
+    """GPT-2's kind: every token is written with one character for each byte.
+
+    Special tokens are written as they are: DeepSeek's have characters beyond those of bytes.
+    """
     alphabet = set(CHARACTER_OF.values())
+    tokens = values["tokens"]
+    types = values.get("token_type") or [None] * len(tokens)
     vocab = {}
-    for i, token in enumerate(values["tokens"]):
-        if not set(token) <= alphabet:
+    for i, (token, kind) in enumerate(zip(tokens, types, strict=True)):
+        if kind != CONTROL and not set(token) <= alphabet:
             token = "".join(CHARACTER_OF[byte] for byte in token.encode())
         vocab[token] = i
     model = models.BPE(
@@ -264,14 +269,11 @@ def merges_of(vocab: Mapping[str, int], scores: Mapping[str, float]) -> list[tup
 
 def _add_tokens(backend: Tokenizer, values: Mapping[str, Any]) -> None:
     """Adds the tokens that stand for themselves in a text: special ones, and a user's own."""
-    kinds = values.get("token_type") or ()
-    byte_level = values["model"] == "gpt2"
-    alphabet = set(CHARACTER_OF.values())
+    types = values.get("token_type") or ()
     special = []
     own = []
-    for token, kind in zip(values["tokens"], kinds, strict=False):
-        # A byte-level token with other characters was marked by mistake.
-        if kind == CONTROL and (not byte_level or set(token) <= alphabet):
+    for token, kind in zip(values["tokens"], types, strict=False):
+        if kind == CONTROL:
             special.append(AddedToken(token, normalized=False, special=True))
         elif kind == USER_DEFINED and backend.token_to_id(token) is not None:
             own.append(AddedToken(token, normalized=False, special=False))

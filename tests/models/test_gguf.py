@@ -27,6 +27,7 @@ from specjax.models.hf.read import from_tensors
 from specjax.models.layers import linear
 from specjax.models.quantized import Joined, is_quantized
 from specjax.text import gguf_tokenizer
+from specjax.text.byte_level import CHARACTER_OF
 from specjax.text.tokenizer import Tokenizer
 from support import gguf_files, variants
 from support.checkpoints import same
@@ -331,6 +332,34 @@ def test_sentencepiece_is_transformers(file, architecture):
         assert ours.encode(text) == theirs(text)["input_ids"], text
         ids = ours.encode(text)
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
+def byte_level(file, keys, special, words=("ab",)):
+    """The tokenizer of a file with one token for each byte, then words, then special tokens."""
+    tokens = [*CHARACTER_OF.values(), *words, *special]
+    ids = {name: len(tokens) - len(special) + i for i, name in enumerate(("bos", "eos"))}
+    values = {
+        "model": "gpt2",
+        "tokens": tokens,
+        "token_type": [1] * (len(tokens) - len(special)) + [3] * len(special),
+        "merges": ["a b"],
+    }
+    values |= {f"{name}_token_id": i for name, i in ids.items() if i < len(tokens)} | keys
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in values.items()}
+    metadata["general.architecture"] = "llama"
+    parts = gguf_tokenizer.read_tokenizer(dataclasses.replace(read_header(file), metadata=metadata))
+    return Tokenizer(parts.backend, parts.template, parts.special)
+
+
+def test_special_tokens_may_have_any_characters(file):
+    special = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>")
+    tokenizer = byte_level(file, {"pre": "deepseek-r1-qwen", "add_bos_token": True}, special)
+    bos, eos, user = 257, 258, 259
+    assert tokenizer.vocab_size == 260 and tokenizer.eos_id == eos
+    ids = tokenizer.encode("<｜User｜>a日<｜end▁of▁sentence｜>")
+    assert ids[:2] == [bos, user] and ids[-1] == eos and len(ids) == 7
+    assert tokenizer.decode(ids) == "a日"
+    assert tokenizer.decode_with_special(ids[:3]) == "<｜begin▁of▁sentence｜><｜User｜>a"
 
 
 @pytest.mark.parametrize(
