@@ -67,6 +67,10 @@ PATTERNS: dict[str | None, str | None] = {
     **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
 }
 
+# With these llama.cpp takes a word that is a token as it is, whatever the merges, and adds BOS
+# where the file does not say.
+WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2", "tekken")
+
 _SPECIAL = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -173,6 +177,7 @@ def _byte_level(values: Mapping[str, Any]) -> Tokenizer:
         continuing_subword_prefix="",
         end_of_word_suffix="",
         fuse_unk=False,
+        ignore_merges=values.get("pre") in WHOLE_WORDS,
     )
     backend = Tokenizer(model)
     pattern = PATTERNS[values.get("pre")]
@@ -283,8 +288,9 @@ def _add_tokens(backend: Tokenizer, values: Mapping[str, Any]) -> None:
 
 def _add_ends(backend: Tokenizer, values: Mapping[str, Any], special: Mapping[str, str]) -> None:
     """Adds BOS before and EOS after a text, as far as the file asks for them."""
-    # Old files do not say; llama.cpp then adds BOS to a vocabulary of SentencePiece.
-    wants_bos = values.get("add_bos_token", values["model"] == "llama")
+    # Many files do not say; llama.cpp then adds BOS to a vocabulary of SentencePiece, too.
+    usual = values["model"] == "llama" or values.get("pre") in WHOLE_WORDS
+    wants_bos = values.get("add_bos_token", usual)
     bos = special.get("bos_token") if wants_bos else None
     eos = special.get("eos_token") if values.get("add_eos_token") else None
     tokens = {name for name in (bos, eos) if name is not None}

@@ -363,6 +363,22 @@ def test_special_tokens_may_have_any_characters(file):
 
 
 @pytest.mark.parametrize(
+    "keys, want",
+    [
+        ({"pre": "llama-bpe"}, ["<s>", "abc"]),
+        ({"pre": "tekken"}, ["<s>", "abc"]),
+        ({"pre": "tekken", "add_bos_token": False}, ["abc"]),
+        ({"pre": "qwen2"}, ["ab", "c"]),
+        ({"pre": "qwen2", "add_bos_token": True}, ["<s>", "ab", "c"]),
+    ],
+)
+def test_bos_and_whole_words_are_llama_cpps(file, keys, want):
+    """No merge makes the token abc."""
+    tokenizer = byte_level(file, keys, ("<s>", "</s>"), ("ab", "abc"))
+    assert [tokenizer.id_to_token(i) for i in tokenizer.encode("abc")] == want
+
+
+@pytest.mark.parametrize(
     "change, message",
     [
         ({"tokenizer.ggml.model": "t5"}, "'t5' is no tokenizer"),
