@@ -56,6 +56,7 @@ _GPT4O = (
     rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDINGS}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 # The pattern for each name of ``tokenizer.ggml.pre``; None: GPT-2's own.
 PATTERNS: dict[str | None, str | None] = {
     **dict.fromkeys((None, "default", "gpt-2", "smollm", "olmo", "phi-2", "mpt", "jais")),
@@ -65,6 +66,7 @@ PATTERNS: dict[str | None, str | None] = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN2),
     "tekken": _TEKKEN,
     **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
+    "bloom": _BLOOM,
 }
 
 # With these llama.cpp takes a word that is a token as it is, whatever the merges, and adds BOS

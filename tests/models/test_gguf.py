@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 
 import specjax as sj
 from infer import convert
@@ -360,6 +361,21 @@ def test_special_tokens_may_have_any_characters(file):
     assert ids[:2] == [bos, user] and ids[-1] == eos and len(ids) == 7
     assert tokenizer.decode(ids) == "a日"
     assert tokenizer.decode_with_special(ids[:3]) == "<｜begin▁of▁sentence｜><｜User｜>a"
+
+
+def test_bloom_splits_texts_as_its_own_file_does(file):
+    tokenizer = byte_level(file, {"pre": "bloom"}, ("<s>", "</s>"))
+    ours = tokenizers.Tokenizer.from_str(tokenizer.to_json()).pre_tokenizer
+    parts = tokenizers.pre_tokenizers
+    pattern = r" ?[^(\s|[.,!?…。，、।۔،])]+"  # of BLOOM's tokenizer.json
+    theirs = parts.Sequence(
+        [
+            parts.Split(tokenizers.Regex(pattern), "isolated"),
+            parts.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    for text in ("Hi, you (a|b)!  1.5 m\n x[0]", "日本、…。 नमस्ते। ایک،دو۔"):
+        assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text)
 
 
 @pytest.mark.parametrize(
