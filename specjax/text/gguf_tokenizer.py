@@ -146,6 +146,7 @@ def _check(header: Header, values: Mapping[str, Any]) -> None:
         TOKEN_TYPES: NUMBERS,
         f"{TOKENIZER}add_bos_token": FLAG,
         f"{TOKENIZER}add_eos_token": FLAG,
+        f"{TOKENIZER}add_space_prefix": FLAG,
         TEMPLATE: TEXT,
     }
     require_all(f"{header.path}: ", header.metadata, checks, ModelError)
@@ -194,24 +195,22 @@ def _byte_level(values: Mapping[str, Any]) -> Tokenizer:
 
 
 def _sentencepiece(values: Mapping[str, Any]) -> Tokenizer:
-    """Llama's kind: a space stands before a text, and unknown characters are bytes."""
+    """Llama's kind: a space stands before most texts, and unknown characters are bytes."""
     vocab = {token: i for i, token in enumerate(values["tokens"])}
     if "merges" in values:
         merges = _pairs(values["merges"])
     else:
         merges = merges_of(vocab, dict(zip(vocab, values["scores"], strict=False)))
     backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=True, byte_fallback=True))
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    scheme = "never"
+    if values.get("add_space_prefix", True):
+        scheme = "first"
+        steps.append(decoders.Strip(content=" ", left=1))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(
-        replacement=SPACE, prepend_scheme="first", split=False
+        replacement=SPACE, prepend_scheme=scheme, split=False
     )
-    backend.decoder = decoders.Sequence(
-        [
-            decoders.Replace(SPACE, " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(content=" ", left=1),
-        ]
-    )
+    backend.decoder = decoders.Sequence(steps)
     return backend
 
 

@@ -305,13 +305,15 @@ def sentencepiece_metadata():
     }
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
-def test_sentencepiece_is_transformers(file, architecture):
+@pytest.mark.parametrize(
+    "architecture, space", [("llama", True), ("llama", False), ("gemma3", True)]
+)
+def test_sentencepiece_is_transformers(file, architecture, space):
     """Against transformers' own classes, with merges by its own function."""
     from transformers import GemmaTokenizer, LlamaTokenizer
     from transformers.tokenization_utils_base import generate_merges
 
-    values = sentencepiece_metadata()
+    values = sentencepiece_metadata() | {"tokenizer.ggml.add_space_prefix": space}
     tokens = values["tokenizer.ggml.tokens"]
     vocab = {token: i for i, token in enumerate(tokens)}
     scores = dict(zip(tokens, values["tokenizer.ggml.scores"], strict=True))
@@ -322,7 +324,10 @@ def test_sentencepiece_is_transformers(file, architecture):
     special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     if architecture == "gemma3":
         special |= {"pad_token": "<s>", "mask_token": "<s>"}
-    theirs = cls(vocab=vocab, merges=generate_merges(vocab, scores), add_bos_token=True, **special)
+    else:
+        special |= {"add_prefix_space": space}
+    merges = generate_merges(vocab, scores)
+    theirs = cls(vocab=vocab, merges=merges, add_bos_token=True, **special)
     theirs.add_tokens(["<think>"])
     header = dataclasses.replace(
         read_header(file), metadata=values | {"general.architecture": architecture}
@@ -407,6 +412,7 @@ def test_bos_and_whole_words_are_llama_cpps(file, keys, want):
         ({"tokenizer.ggml.bos_token_id": 271}, "from 0 to 270"),
         ({"tokenizer.ggml.merges": ["a b c"]}, "not two parts"),
         ({"tokenizer.chat_template": 3}, "chat_template"),
+        ({"tokenizer.ggml.add_space_prefix": 1}, "add_space_prefix"),
     ],
 )
 def test_a_tokenizer_that_cannot_be_read_is_one_line(file, change, message):
