@@ -1,5 +1,8 @@
 """The tokenizer of a GGUF file, from its metadata: equal to what transformers makes of the file.
 
+Where transformers ignores what a file or llama.cpp says, it is the model's own tokenizer instead:
+special tokens with any characters, :data:`WHOLE_WORDS`, BLOOM's pattern, ``add_space_prefix``.
+
 transformers needs torch for it, so the tokenizer is made here, with the ``tokenizers`` library. Two
 models of tokenizers are known. ``gpt2`` is a byte-level BPE; ``tokenizer.ggml.pre`` names the
 pattern that splits a text before it. ``llama`` is SentencePiece's BPE with byte fallback. Its
