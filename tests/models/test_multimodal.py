@@ -1,5 +1,6 @@
 """The text part of checkpoints of images and text: names, nested configs, what is left out."""
 
+import copy
 import dataclasses
 import json
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax.models import load_pretrained, save_pretrained
+from specjax.models import from_hf, load_pretrained, save_pretrained
 from support import variants
 from support.checkpoints import edit_weights, same
 from support.variant_models import build, close, whole
@@ -60,6 +61,72 @@ def test_the_text_part_loads(layout, tmp_path):
     cfg, params = write(tmp_path, layout)
     read, loaded = load_pretrained(tmp_path)
     assert dataclasses.replace(read, skipped_tensors=()) == cfg and same(params, loaded)
+
+
+LINEAR = {"factor": 8.0, "rope_type": "linear"}
+GEMMA = {"model_type": "gemma3_text", "rope_scaling": LINEAR, "sliding_window": 1024}
+# The text parts of published configs, which leave out what is transformers' default.
+PUBLISHED = {
+    "gemma-3-4b": (
+        "gemma3",
+        GEMMA | {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34},
+    ),
+    "gemma-3-27b": (
+        "gemma3",
+        GEMMA
+        | {
+            "head_dim": 128,
+            "hidden_size": 5376,
+            "intermediate_size": 21504,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 62,
+            "num_key_value_heads": 16,
+            "query_pre_attn_scalar": 168,
+        },
+    ),
+    "llava-1.5-7b": (
+        "llava",
+        {
+            "model_type": "llama",
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "vocab_size": 32064,
+        },
+    ),
+    "nothing of Mistral": ("llava", {"model_type": "mistral"}),
+    "nothing of Qwen 2": ("llava", {"model_type": "qwen2"}),
+    "nothing of Gemma 3": ("gemma3", {"model_type": "gemma3_text"}),
+    "no type": ("gemma3", {"hidden_size": 2560}),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_sizes_that_a_config_leaves_out_are_as_in_transformers(name):
+    from transformers import AutoConfig
+
+    model_type, text = PUBLISHED[name]
+    config = {"model_type": model_type, "text_config": text}
+    ours = from_hf(copy.deepcopy(config))
+    theirs = AutoConfig.for_model(**config).text_config
+    names = {
+        "vocab_size": "vocab_size",
+        "hidden_size": "hidden_size",
+        "intermediate_size": "intermediate_size",
+        "num_layers": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+        "num_kv_heads": "num_key_value_heads",
+        "max_position": "max_position_embeddings",
+        "norm_eps": "rms_norm_eps",
+    }
+    for field, name_there in names.items():
+        assert getattr(ours, field) == getattr(theirs, name_there), field
+    head_dim = theirs.hidden_size // theirs.num_attention_heads
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or head_dim)
+    assert ours.sliding_window == getattr(theirs, "sliding_window", None)
+    if model_type == "gemma3":
+        assert ours.attention_scale == theirs.query_pre_attn_scalar**-0.5
+        full = theirs.rope_parameters["full_attention"]
+        assert (ours.rope.theta, ours.rope.factor) == (full["rope_theta"], full.get("factor", 1.0))
 
 
 def test_other_unknown_tensors_are_refused(tmp_path):

@@ -39,6 +39,21 @@ _TEXT_FAMILY = {
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
 }
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
+# The sizes that transformers takes where a text part says nothing, by its model_type. Published
+# configs of Gemma 3 and LLaVA hold only what differs from them.
+_DEFAULT_SIZES = {
+    "gemma3_text": (262208, 2304, 9216, 26, 8),
+    "llama": (32000, 4096, 11008, 32, 32),
+    "mistral": (32000, 4096, 14336, 32, 32),
+    "qwen2": (151936, 4096, 22016, 32, 32),
+}
 MODEL_TYPES = tuple(_CLASSES)
 # What the config of the whole says of the text part, where that does not say it itself.
 _SHARED = (
@@ -72,6 +87,9 @@ def text_config(config: hf_config.Config) -> hf_config.Config:
     text = shared | {name: value for name, value in inner.items() if value is not None}
     family = text.get("model_type", _DEFAULT_TEXT[config["model_type"]])
     if isinstance(family, str):
+        sizes = _DEFAULT_SIZES.get(family)
+        if sizes is not None:
+            text = dict(zip(_SIZES, sizes, strict=True)) | text
         family = _TEXT_FAMILY.get(family, family)
     if not isinstance(family, str) or family in MODEL_TYPES:
         raise ModelError("config.json: text_config is missing, or names no model of text")
