@@ -17,7 +17,7 @@ from typing import Any
 
 import tokenizers
 
-from specjax._util.checks import TEXT, Check, either, list_of, require_all, satisfying
+from specjax._util.checks import FLAG, TEXT, Check, either, list_of, require_all, satisfying
 from specjax._util.errors import (
     ModelError,
     OptionError,
@@ -51,7 +51,8 @@ def _object_of_texts(*names: str) -> Check:
 TOOL_USE = "tool_use"  # transformers' name of the template for tools
 # What tokenizer_config.json may hold.
 SETTINGS = dict.fromkeys(SPECIAL, either(TEXT, _object_of_texts("content"))) | {
-    "chat_template": either(TEXT, list_of(_object_of_texts("name", "template")))
+    "chat_template": either(TEXT, list_of(_object_of_texts("name", "template"))),
+    "add_bos_token": FLAG,
 }
 
 
@@ -379,17 +380,37 @@ def _decoder_settings(backend: tokenizers.Tokenizer) -> str:
 def read_backend(path: Path) -> tokenizers.Tokenizer:
     """The tokenizer of a ``tokenizer.json``, after it has encoded a short text.
 
+    If ``tokenizer_config.json`` beside it asks for BOS before a text, it adds BOS.
+
     Raises:
-      ModelError: there is no such file, it is damaged, or the tokenizer cannot encode.
+      ModelError: there is no such file, one of the two is damaged, or the tokenizer cannot encode.
     """
     text = read_text_file(path)
+    settings = _read_settings(path.parent)
     with errors_as(f"{path}: not a readable tokenizer"), silence_stderr():
         backend = tokenizers.Tokenizer.from_str(text.decode())
         # The file may store the training run's truncation and padding. transformers ignores both,
         # and prompts must stay whole.
         backend.no_truncation()
         backend.no_padding()
+        _add_bos(backend, settings)
         return _validated(backend)
+
+
+def _add_bos(backend: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> None:
+    """Puts BOS before a text where ``settings`` ask for it and the tokenizer writes none.
+
+    DeepSeek's checkpoints ask for it there alone. transformers 4 honours it. transformers 5 does
+    not where there is a ``tokenizer.json``.
+    """
+    bos = _content(settings.get("bos_token"))
+    bos_id = backend.token_to_id(bos)
+    if not settings.get("add_bos_token") or bos_id is None or bos_id in backend.encode("").ids:
+        return
+    steps = [tokenizers.processors.TemplateProcessing(f"{bos} $A", special_tokens=[(bos, bos_id)])]
+    if backend.post_processor is not None:
+        steps.insert(0, backend.post_processor)
+    backend.post_processor = tokenizers.processors.Sequence(steps)
 
 
 def _backend_from_transformers(directory: Path) -> tokenizers.Tokenizer:

@@ -397,6 +397,7 @@ def test_stored_truncation_and_padding_are_ignored(tmp_path):
         ("tokenizer_config.json", b'{"chat_template": [{"x": 1}]}', "chat_template"),
         ("tokenizer_config.json", b'{"chat_template": ["x"]}', "chat_template"),
         ("tokenizer_config.json", b'{"chat_template": 7}', "chat_template"),
+        ("tokenizer_config.json", b'{"add_bos_token": "yes"}', "add_bos_token"),
         ("chat_template.jinja", b"x" * (2**22 + 1), "chat_template.jinja: longer than 1048576"),
         ("chat_template.jinja", b"\xff\xfe", "chat_template.jinja"),
         (
@@ -411,6 +412,34 @@ def test_a_broken_tokenizer_is_refused_by_name(tmp_path, file, content, says):
     (tmp_path / file).write_bytes(content)
     with pytest.raises(sj.ModelError, match=says):
         Tokenizer.from_directory(tmp_path)
+
+
+BOS = "<｜begin▁of▁sentence｜>"
+
+
+@pytest.mark.parametrize("writes", ["nothing", "bytes", "bos"])
+@pytest.mark.parametrize("asks", [True, False, None])
+def test_bos_comes_from_the_tokenizers_config_where_no_other_file_adds_it(
+    backends, tmp_path, writes, asks
+):
+    backend = tokenizers.Tokenizer.from_str(backends[0].to_str())
+    backend.add_special_tokens([BOS])
+    bos = backend.token_to_id(BOS)
+    steps = tokenizers.processors
+    if writes == "bytes":
+        backend.post_processor = steps.ByteLevel(trim_offsets=False)
+    elif writes == "bos":
+        backend.post_processor = steps.TemplateProcessing(f"{BOS} $A", special_tokens=[(BOS, bos)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    settings = {"add_bos_token": asks, "bos_token": {"content": BOS}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    plain = backends[0].encode("a b").ids
+    want = [bos, *plain] if asks or writes == "bos" else plain
+    assert tokenizer.encode("a b") == want
+    assert tokenizer.encode("a b", add_special_tokens=False) == plain
+    saved = tokenizers.Tokenizer.from_str(tokenizer.to_json())
+    assert saved.encode("a b").ids == want
 
 
 def test_eos_comes_from_the_tokenizers_config_where_no_other_file_names_it(tmp_path):
