@@ -52,7 +52,9 @@ EMBEDDED = {
     "smollm2-head": DEMO / "smollm2_head",
 }
 TUNED = "demo-sdsat"
-HUB_FILES = ("*.json", hub.SAFETENSORS, "delta.safetensors", "*.jinja", "tokenizer.model")
+# Tokenizers without a tokenizer.json: SentencePiece's model, or the text files of OPT's and BERT's.
+TOKENIZER_FILES = ("tokenizer.model", "merges.txt", "vocab.txt")
+HUB_FILES = ("*.json", hub.SAFETENSORS, "delta.safetensors", "*.jinja", *TOKENIZER_FILES)
 PICKLES = (hub.PICKLES,)
 # A directory of the hub's cache: models--ORGANIZATION--NAME/snapshots/COMMIT.
 HUB_SNAPSHOT = re.compile(r"/models--([^/]+?)--([^/]+)/snapshots/[0-9a-f]+/?$")

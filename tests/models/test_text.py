@@ -453,6 +453,8 @@ def test_eos_comes_from_the_tokenizers_config_where_no_other_file_names_it(tmp_p
 HUB = {
     "config.json": b"{}",
     "tokenizer.json": b"{}",
+    "merges.txt": b"a b",
+    "README.txt": b"r",
     "model.safetensors.index.json": b'{"weight_map": {"a": "part-a.safetensors"}}',
     "part-a.safetensors": b"a",
     "part-b.safetensors": b"b",
@@ -503,7 +505,7 @@ def test_of_a_repository_only_what_is_needed_is_downloaded(monkeypatch, tmp_path
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     directory = locate("someone/model@v2", (*HUB_FILES, *PICKLES))
     found = {path.name for path in directory.iterdir()}
-    assert found == weights | {"config.json", "tokenizer.json"}
+    assert found == weights | {"config.json", "tokenizer.json", "merges.txt"}
     assert revisions[0] == "v2" and set(revisions[1:]) <= {"c0ffee"}
 
 
