@@ -337,8 +337,13 @@ REFUSED = {
     "gemv": ("awq", setting(version="gemv"), "version gemv is not read, only gemm"),
     "blocks": ("fp8-blocks", setting(weight_block_size=[128]), "expected two whole numbers"),
     "format": ("ct-packed", setting(format="marlin-24"), "format marlin-24 is not read"),
-    "frozen": ("ct-packed", setting(quantization_status="frozen"), "quantization_status frozen"),
-    "sparse": ("ct-packed", setting(sparsity_config={"a": 1}), "sparsity_config"),
+    "status": ("ct-packed", setting(quantization_status="applied"), "quantization_status applied"),
+    "sparse": (
+        "ct-packed",
+        setting(sparsity_config={"format": "sparse-bitmask"}),
+        "sparsity_config.format sparse-bitmask is not read, only dense",
+    ),
+    "sparsity": ("ct-packed", setting(sparsity_config="dense"), "sparsity_config is 'dense'"),
     "ct bits": ("ct-packed", weights_setting(num_bits=3), "num_bits 3 is not read, only 4 and 8"),
     "ct groups": ("ct-packed", weights_setting(group_size=0), "group_size is 0"),
     "strategy": ("ct-packed", weights_setting(strategy="token"), "strategy token is not read"),
@@ -354,6 +359,14 @@ def test_what_does_not_fit_is_one_line(directory, case):
     with pytest.raises(sj.ModelError, match=says) as caught:
         load_pretrained(directory, fused=True)
     assert "\n" not in str(caught.value)
+
+
+def test_checkpoints_of_2024_load_as_compressed_ones():
+    """Their status is frozen, and their sparsity names the share of zeros alone."""
+    _, settings = FORMS["ct-packed"]
+    sparsity = {"format": "dense", "global_sparsity": 0.1, "sparsity_structure": "unstructured"}
+    old = {"quantization_status": "frozen", "sparsity_config": sparsity}
+    assert parse(settings | old) == parse(settings)
 
 
 OTHERS = ("bitsandbytes", "hqq", "aqlm", "quanto", "torchao", "modelopt", "bitnet", 7, None)

@@ -46,6 +46,8 @@ FORMATS = {
     "nvfp4-pack-quantized": (4,),
 }
 MIXED = "mixed-precision"  # each group of the config names its own format
+STATUSES = ("compressed", "frozen")  # the second was written by the first versions
+DENSE = "dense"  # the format of sparsity that stores every weight
 STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
 
 
@@ -122,12 +124,14 @@ class CompressedTensors(Quantizer):
         Raises:
           ModelError: a setting is not read.
         """
-        for name in ("sparsity_config", "transform_config"):
-            if settings.get(name):
-                raise refuse_setting(name, "of this kind", "quantized weights")
+        if settings.get("transform_config"):
+            raise refuse_setting("transform_config", "of this kind", "quantized weights")
+        sparsity = setting(settings, "sparsity_config", OBJECT, {})
+        if sparsity and sparsity.get("format") != DENSE:
+            raise refuse_setting("sparsity_config.format", sparsity.get("format"), DENSE)
         status = settings.get("quantization_status") or "compressed"
-        if status != "compressed":
-            raise refuse_setting("quantization_status", status, "compressed")
+        if status not in STATUSES:
+            raise refuse_setting("quantization_status", status, " and ".join(STATUSES))
         groups = setting(settings, "config_groups", OBJECT, {})
         entries = []
         for name, group in groups.items():
