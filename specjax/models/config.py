@@ -203,6 +203,19 @@ class ModelConfig:
         if self.rope and rotated % 2:
             name = "head_dim" if self.rotary_dim is None else "rotary_dim"
             raise ModelError(f"{name}={rotated} must be even: rotary halves are paired")
+        if self.rope and self.rope.kind == "longrope":
+            self._check_factors(self.rope, rotated // 2)
+
+    @staticmethod
+    def _check_factors(rope: RopeConfig, frequencies: int) -> None:
+        """Refuses lists of factors that do not have one for each frequency."""
+        for name in ("short_factor", "long_factor"):
+            count = len(getattr(rope, name))
+            if count != frequencies:
+                raise ModelError(
+                    f"{name} of the rope has {count} entries, expected {frequencies}: one for "
+                    "each pair of rotated entries of a head"
+                )
 
     @classmethod
     def llama(

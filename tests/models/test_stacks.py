@@ -50,6 +50,30 @@ def test_logits(name):
     assert from_hf(json.loads(json.dumps(to_hf(cfg, "float32")))) == cfg
 
 
+def short_factors(config):
+    return {"rope_parameters": config["rope_parameters"] | {"short_factor": [1.0]}}
+
+
+def long_factors(config):
+    return {"rope_parameters": config["rope_parameters"] | {"long_factor": [1.0, 2.0, 3.0]}}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("smollm3", lambda config: {"no_rope_layers": [0]}, "no_rope_layers has 1 entries for 2"),
+        ("llama4_text", lambda config: {"no_rope_layers": [0]}, "no_rope_layers has 1 entries"),
+        ("phi3", short_factors, "short_factor of the rope has 1 entries, expected 2"),
+        ("phi3", long_factors, "long_factor of the rope has 3 entries, expected 2"),
+    ],
+)
+def test_lists_of_a_wrong_length_are_one_line(name, change, says):
+    config = stack_variants.config(name)
+    with pytest.raises(sj.ModelError, match=says) as caught:
+        from_hf(config | change(config))
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.slow
 @each_swept
 def test_prefill_then_steps(name):

@@ -52,10 +52,7 @@ def from_hf(config: hf_config.Config) -> ModelConfig:
     dense = {"intermediate_size": hf_config.size(config, "intermediate_size_mlp")}
     fields = stack.read(mixture.without_experts(config) | dense)
     layers = fields["num_layers"]
-    interval = hf_config.size(config, "no_rope_layer_interval", 4)
-    rotations = stack.all_but_every(interval, layers)
-    if config.get("no_rope_layers"):  # despite its name: 1 for layers with a rope
-        rotations = tuple(flag == 1 for flag in config["no_rope_layers"][:layers])
+    rotations = stack.rotating_layers(config, layers)
     experts = ExpertsConfig(
         count=hf_config.size(config, "num_local_experts", 16),
         active=hf_config.size(config, "num_experts_per_tok", 1),

@@ -22,11 +22,7 @@ _DEFAULTS = {
 def from_hf(config: hf_config.Config) -> ModelConfig:
     """The :class:`ModelConfig` of a SmolLM 3 ``config.json``."""
     fields = stack.read(config, defaults=_DEFAULTS)
-    layers = fields["num_layers"]
-    interval = hf_config.size(config, "no_rope_layer_interval", 4)
-    rotations = stack.all_but_every(interval, layers)
-    if config.get("no_rope_layers"):  # despite its name: 1 for layers with a rope
-        rotations = tuple(flag == 1 for flag in config["no_rope_layers"][:layers])
+    rotations = stack.rotating_layers(config, fields["num_layers"])
     windows = {}
     if hf_config.flag(config, "use_sliding_window", False):
         windows = stack.sliding(config, tuple(not rotates for rotates in rotations))

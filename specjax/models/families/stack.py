@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from specjax._util.errors import ModelError
 from specjax.models.config import ModelConfig
 from specjax.models.hf import config as hf_config
 
@@ -109,3 +110,21 @@ def sliding_to_hf(cfg: ModelConfig) -> dict[str, Any]:
 def all_but_every(period: int, layers: int) -> tuple[bool, ...]:
     """True for all layers but the last one of each period."""
     return tuple((layer + 1) % period > 0 for layer in range(layers))
+
+
+def rotating_layers(config: hf_config.Config, layers: int) -> tuple[bool, ...]:
+    """Which layers have a rope: those that are listed, or all but the last one of each period.
+
+    Despite its name, ``no_rope_layers`` has 1 for layers with a rope.
+
+    Raises:
+      ModelError: it has fewer entries than there are layers.
+    """
+    listed = config.get("no_rope_layers")
+    if not listed:
+        return all_but_every(hf_config.size(config, "no_rope_layer_interval", 4), layers)
+    if len(listed) < layers:
+        raise ModelError(
+            f"config.json: no_rope_layers has {len(listed)} entries for {layers} layers"
+        )
+    return tuple(flag == 1 for flag in listed[:layers])
