@@ -105,6 +105,19 @@ def test_documents_are_rearranged_for_infilling_only_if_asked(start):
     assert prepare_sdsat(from_dict(SDSATConfig, values)).layout.fim_rate == 0
 
 
+@pytest.mark.parametrize(
+    ("cls", "section", "best", "says"),
+    [
+        (SDSATConfig, {"model": {"train": "gated-lora"}}, "loss", 'set run.keep_best="accepted"'),
+    ],
+)
+def test_a_best_that_no_evaluation_can_tell_is_refused(cls, section, best, says):
+    other = {"loss": "accepted", "accepted": "loss"}[best]
+    assert from_dict(cls, section | {"run": {"keep_best": other}}).run.keep_best == other
+    with pytest.raises(InputError, match=f'run.keep_best="{best}" with .*{says}'):
+        from_dict(cls, section | {"run": {"keep_best": best, "patience": 3}})
+
+
 # --- keys without effect -----------------------------------------------------------------------
 
 

@@ -259,7 +259,14 @@ class SDSATConfig:
     def __post_init__(self):
         _set_rates(self, self.model.train)
         _check_batch(self)
-        _check_export(self.run, is_delta=self.model.train == "gated-lora")
+        is_delta = self.model.train == "gated-lora"
+        _check_export(self.run, is_delta)
+        # The held-out loss is that of tokens without adapters.
+        if is_delta and self.run.keep_best == "loss":
+            raise InputError(
+                'run.keep_best="loss" with model.train="gated-lora": adapters never change the '
+                'held-out loss; set run.keep_best="accepted" and sdsat.decode_prompts above 0'
+            )
 
 
 @dataclasses.dataclass(frozen=True)

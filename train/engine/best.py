@@ -79,7 +79,8 @@ def require_measured(run: Run, held_out: bool, decodes: bool) -> None:
     """
     if run.patience and not run.keep_best:
         raise InputError(
-            f'run.patience={run.patience} has no effect without run.keep_best: set it to "loss"'
+            f"run.patience={run.patience} has no effect without run.keep_best: set it to "
+            '"loss" or "accepted"'
         )
     if run.keep_best and not held_out:
         raise InputError(
@@ -88,6 +89,6 @@ def require_measured(run: Run, held_out: bool, decodes: bool) -> None:
         )
     if run.keep_best == "accepted" and not decodes:
         raise InputError(
-            'run.keep_best="accepted" needs evaluations that decode: use "loss", or with '
-            "train.sdsat and train.head set decode_prompts"
+            'run.keep_best="accepted" needs evaluations that decode: set decode_prompts above 0, '
+            "and see that held-out documents are long enough for prompts"
         )
