@@ -199,9 +199,16 @@ class Block(nnx.Module):
         self.mlp = _make_mlp(cfg, rngs, fused)
         self.mlp_out_norm = norm(cfg.norm_after)
 
-    def __call__(self, x, table: Table, attend, rows: NamedSharding | None = None):
+    def __call__(
+        self,
+        x: Float[Array, "B N D"],
+        table: Table,
+        attend: Callable[..., Array],
+        rows: NamedSharding | None = None,
+        labels: Float[Array, ""] | None = None,
+    ):
         cfg = self.cfg
-        mlp = functools.partial(self.mlp, rows=rows) if cfg.experts else self.mlp
+        mlp = functools.partial(self.mlp, rows=rows, labels=labels) if cfg.experts else self.mlp
         if not (cfg.norm_before or cfg.norm_after):
             x = _normed(self.attention_norm, x + self.attention(x, table, attend))
             return _normed(self.mlp_norm, x + mlp(x))
@@ -306,12 +313,14 @@ class Decoder(nnx.Module):
         aux_layers: tuple[int, ...] = (),
         features: Float[Array, "B N D"] | None = None,
         rows: NamedSharding | None = None,
+        labels: Float[Array, ""] | None = None,
     ) -> tuple[Float[Array, "B N D"], Float[Array, "B N P D"] | None]:
         """The hidden states, and the inputs of the P ``aux_layers``; None if there are none.
 
         ``features`` are what a draft head reads beside its tokens. ``rows`` is the sharding of the
         batch's rows, to which every block is constrained. A device then works on its own rows with
-        weights gathered for one block, never on a part of each row's hidden size.
+        weights gathered for one block, never on a part of each row's hidden size. ``labels`` is for
+        the routers of experts.
         """
         x = self.inputs(tokens, positions, rows)
         x = constrain(x, sharding.between_blocks(rows, tokens.shape[1]))
@@ -322,14 +331,14 @@ class Decoder(nnx.Module):
         first = 0
         if scan:
             x, aux_states, first = self._scan(
-                x, aux_states, aux_layers, tables, attend, remat, rows
+                x, aux_states, aux_layers, tables, attend, remat, rows, labels
             )
 
         # Unrolled for decoding: a scan over stacked layers halves its speed. After a scan only the
         # layers of an incomplete period are left.
         for i in range(first, self.cfg.num_layers):
             aux_states = _record_aux(aux_states, aux_layers, i, x)
-            run = _block_runner(tables[i], functools.partial(attend, i), rows)
+            run = _block_runner(tables[i], functools.partial(attend, i), rows, labels)
             if remat:
                 run = nnx.remat(run, policy=_remat_policy(remat))
             x = run(self.layers[str(i)], x)
@@ -344,6 +353,7 @@ class Decoder(nnx.Module):
         attend: Attend,
         remat: Remat,
         rows: NamedSharding | None,
+        labels: Float[Array, ""] | None,
     ) -> tuple[Float[Array, "B N D"], Float[Array, "B N P D"] | None, int]:
         """Runs layers as one ``lax.scan`` over whole periods; also returns how many layers it ran.
 
@@ -368,7 +378,8 @@ class Decoder(nnx.Module):
             for i, state in enumerate(states):
                 aux_states = _record_aux(aux_states, aux_layers, first + i, x)
                 block = nnx.merge(blocks[i][0], state)
-                x = _block_runner(tables[i], functools.partial(attend, i), rows)(block, x)
+                run_block = _block_runner(tables[i], functools.partial(attend, i), rows, labels)
+                x = run_block(block, x)
             return (x, aux_states), None
 
         if remat:
@@ -408,7 +419,12 @@ def _remat_policy(remat: Remat) -> Callable | None:
     return None
 
 
-def _block_runner(table: Table, attend: Callable, rows: NamedSharding | None) -> Callable:
+def _block_runner(
+    table: Table,
+    attend: Callable,
+    rows: NamedSharding | None,
+    labels: Float[Array, ""] | None,
+) -> Callable:
     """``run(block, x)``. It closes over the table and ``attend``, so remat traces neither."""
 
     def run(block: nnx.Module, x: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
@@ -418,7 +434,7 @@ def _block_runner(table: Table, attend: Callable, rows: NamedSharding | None) ->
         # and different columns.
         shared = sharding.between_blocks(rows, x.shape[1])
         x = constrain(constrain(x, shared), rows)
-        out = constrain(block(x, table, attend, rows), rows)
+        out = constrain(block(x, table, attend, rows, labels), rows)
         return constrain(out, shared)
 
     return run

@@ -71,7 +71,8 @@ class ExpertsConfig:
       shared_gate: a gate of its own scales the shared expert.
       scales_inputs: scores are factors on the experts' inputs, not on their results.
       biases: the experts' layers have biases.
-      balance: how much of the balancing loss training adds, in each layer with experts.
+      balance: how much of the balancing loss training adds to the mean loss, in each layer with
+        experts.
       clip: (alpha, limit) of gpt-oss's gate, ``gate · sigmoid(alpha · gate) · (up + 1)`` with both
         limited; None: the model's activation.
 

@@ -50,13 +50,19 @@ class Router(nnx.Module):
         self.bias = nnx.Param(zeros, axes=("router",)) if experts.router_bias else None
         self.correction = nnx.Param(zeros, axes=("router",)) if experts.corrected else None
 
-    def __call__(self, x: Float[Array, "T D"]) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
-        """The chosen experts of each token, and the float32 factors of their results."""
+    def __call__(
+        self, x: Float[Array, "T D"], labels: Float[Array, ""] | None = None
+    ) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
+        """The chosen experts of each token, and the float32 factors of their results.
+
+        Args:
+          labels: as :func:`specjax.models.hidden_states` takes it.
+        """
         logits = self.logits(x)
         ids, factors = choose(self.experts, logits, self._correction())
-        if self.experts.balance:
-            # The losses of training are sums over tokens, too.
-            loss = len(x) * self.experts.balance * balancing_loss(self.experts, logits, ids)
+        if self.experts.balance and labels is not None:
+            # The losses of training are sums over labels, which a step divides by their number.
+            loss = labels * self.experts.balance * balancing_loss(self.experts, logits, ids)
             factors = _with_loss(factors, loss)
         return ids, factors
 
@@ -199,11 +205,17 @@ class Mixture(nnx.Module):
             self.shared_gate = nnx.Param(gate, axes=("router", "hidden"))
 
     def __call__(
-        self, x: Float[Array, "B N D"], rows: NamedSharding | None = None
+        self,
+        x: Float[Array, "B N D"],
+        rows: NamedSharding | None = None,
+        labels: Float[Array, ""] | None = None,
     ) -> Float[Array, "B N D"]:
-        """``rows`` is the sharding of ``[B, N]`` in training: a device sorts its own tokens."""
+        """``rows`` is the sharding of ``[B, N]`` in training: a device sorts its own tokens.
+
+        ``labels`` is for the router.
+        """
         experts = _experts_of(self.cfg)
-        choices = self.router(x.reshape(-1, x.shape[-1]))
+        choices = self.router(x.reshape(-1, x.shape[-1]), labels)
         ids, factors = (choice.reshape(*x.shape[:2], -1) for choice in choices)
         run = _map_tokens(functools.partial(_sum_of_chosen, self.cfg), rows)
         out = sharding.psum_shards(run(self.experts.leaves(), x, ids, factors), self.cfg.shards)

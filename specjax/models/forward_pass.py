@@ -214,6 +214,7 @@ def hidden_states(
     scan: bool = False,
     rows: NamedSharding | None = None,
     features: Float[Array, "B T D"] | None = None,
+    labels: Float[Array, ""] | None = None,
 ) -> HiddenStates:
     """Runs whole sequences without a cache, for training and scoring.
 
@@ -232,6 +233,8 @@ def hidden_states(
       rows: how ``[B, T]`` is sharded over devices; None: all on one device. Each runs its own rows.
         If tokens are split, it runs its part of a row, and gathers keys and values in every layer.
       features: what a draft head reads beside the tokens (:mod:`specjax.models.head`).
+      labels: how many labels the caller's loss sums over. In its gradients the balancing loss of a
+        mixture (``ExpertsConfig.balance``) counts so many times. None: it is not added.
     """
     all_meta = {"position": positions, "segment": segments, **(meta or {})}
     if backend == "auto":
@@ -247,6 +250,7 @@ def hidden_states(
         aux_layers=aux_layers,
         features=features,
         rows=rows,
+        labels=labels,
     )
     return HiddenStates(hidden, aux)
 

@@ -215,8 +215,10 @@ def test_a_router_adds_the_balancing_loss_to_gradients_alone():
         made.weight[...] = weight
         return made
 
+    labels = jnp.float32(5)
+
     def total(experts, weight):
-        return jnp.sum(router(experts, weight)(x)[1] ** 2)
+        return jnp.sum(router(experts, weight)(x, labels)[1] ** 2)
 
     def loss(weight):
         logits = router(cfg.experts, weight).logits(x)
@@ -228,7 +230,7 @@ def test_a_router_adds_the_balancing_loss_to_gradients_alone():
         for experts in (cfg.experts, balanced)
     )
     assert plain[0] == added[0]
-    want = plain[1] + len(x) * 0.3 * jax.grad(loss)(weight)
+    want = plain[1] + labels * 0.3 * jax.grad(loss)(weight)
     np.testing.assert_allclose(added[1], want, rtol=1e-4, atol=1e-5)
 
 

@@ -1,5 +1,6 @@
 """Every objective trains answers alone, whatever else stands in a row."""
 
+import dataclasses
 import functools
 import json
 import re
@@ -11,6 +12,7 @@ import optax
 import pytest
 
 from specjax.models import ModelConfig, hidden_states, init_params
+from specjax.models.config import ExpertsConfig
 from specjax.models.families.head_config import HeadConfig
 from specjax.models.head import share_embedding
 from support import chats
@@ -22,6 +24,7 @@ from train.data.packing import ANSWERS, IGNORE, stack, without_answers
 from train.engine.batches import open_corpus
 from train.engine.loop import make_step
 from train.engine.losses import row_arguments
+from train.engine.starting import with_router_loss
 from train.head import losses as head_losses
 from train.head.__main__ import main as train_head
 from train.head.losses import HeadObjective, head_loss, labels_of_step
@@ -133,6 +136,39 @@ def test_sdsat(rows, params, monkeypatch, name):
             assert used.any() and row[ANSWERS][laid["sources"][used]].all()
         else:
             assert (laid["index"] > 0).any() and not (laid["index"] > 0)[row[ANSWERS] == 0].any()
+
+
+@pytest.mark.parametrize("name", ["lm", "basic", "isolated"])
+def test_the_routers_loss_has_its_weight_whatever_share_has_labels(rows, name):
+    """A step divides by the number of labels, and leaves the mean loss of the routers."""
+    plain = dataclasses.replace(CFG, experts=ExpertsConfig(count=4, active=2, size=8))
+    params = init_params(plain, jax.random.key(0))
+    lay_out = isolated_row if name == "isolated" else mixed_row
+    insertion = Insertion((ADAPTIVE,) * 4, rate=0.3)
+    batch = batch_of([lay_out(insertion, row, i) for i, row in enumerate(rows)])
+    objective = SdsatObjective(name, 4, self_share=0.0)
+    everywhere = batch | {"labels": np.abs(batch["labels"]), "ratio": 1.0}
+
+    def gradient(cfg):
+        loss = data_loss(cfg) if name == "lm" else sdsat_loss(cfg, objective)
+
+        @jax.jit
+        def of_router(batch):  # as a step divides it
+            grads, count = jax.grad(lambda p: loss(p, None, batch)[:2], has_aux=True)(params)
+            return grads["layers"]["0"]["mlp"]["router"]["weight"] / count
+
+        return of_router
+
+    def added(batch):
+        return balanced(batch) - unbalanced(batch)
+
+    unbalanced = gradient(plain)
+    balanced = gradient(with_router_loss(plain, 100.0))
+    few = np.arange(batch["labels"].shape[1]) % 6 == 0
+    sparse = everywhere | {"labels": np.where(few, everywhere["labels"], IGNORE)}
+    want = added(everywhere)
+    assert np.abs(want).max() > 0.1
+    np.testing.assert_allclose(added(sparse), want, rtol=1e-3, atol=1e-4)
 
 
 def test_head(rows, params, monkeypatch):

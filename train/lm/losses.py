@@ -26,7 +26,13 @@ from train.config import LMConfig
 from train.data.packing import IGNORE
 from train.data.tokenizer import id_count, load_tokenizer, tokenizer_file
 from train.engine.loop import LossFn
-from train.engine.losses import OutputHead, cast, chunked_distillation, row_arguments
+from train.engine.losses import (
+    OutputHead,
+    cast,
+    chunked_distillation,
+    label_count,
+    row_arguments,
+)
 
 
 def training_loss(
@@ -171,5 +177,8 @@ def outputs(
     The output layer gives logits of ``ids``; None: of all.
     """
     head = OutputHead.of(cfg, params, rows, ids)
-    states = hidden_states(cfg, params, *row_arguments(batch), remat=remat, rows=rows)
+    labels = label_count(batch["labels"])
+    states = hidden_states(
+        cfg, params, *row_arguments(batch), remat=remat, rows=rows, labels=labels
+    )
     return head, states.hidden

@@ -17,6 +17,7 @@ V vocabulary, n tokens of a chunk.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -144,10 +145,13 @@ def _forward(
     if objective.loss == "isolated":
         return isolated_streams(cfg, params, batch, objective.window, remat, scan, rows)
 
+    labels = label_count(batch["labels"])
+    run = functools.partial(
+        hidden_states, cfg, params, remat=remat, scan=scan, rows=rows, labels=labels
+    )
     if objective.loss == "basic":
         mixed = batch | {"tokens": batch["mixed"]}
-        arguments = row_arguments(mixed)
-        hidden = hidden_states(cfg, params, *arguments, remat=remat, scan=scan, rows=rows).hidden
+        hidden = run(*row_arguments(mixed)).hidden
         return Streams(hidden, hidden, hidden)
 
     # improved: each row's clean and mixed sequence are neighbors in one batch of 2 B rows, so
@@ -158,8 +162,7 @@ def _forward(
         "segments": jnp.stack([batch["segments"], batch["segments"]], 1),
     }
     both = {name: x.reshape(-1, x.shape[-1]) for name, x in pairs.items()}
-    arguments = row_arguments(both)
-    hidden = hidden_states(cfg, params, *arguments, remat=remat, scan=scan, rows=rows).hidden
+    hidden = run(*row_arguments(both)).hidden
     hidden = hidden.reshape(*pairs["tokens"].shape, -1)
     clean = hidden[:, 0]
     mixed = hidden[:, 1]
@@ -192,6 +195,7 @@ def isolated_streams(
         remat=remat,
         scan=scan,
         rows=rows,
+        labels=label_count(batch["labels"][:, :clean_tokens]),
     ).hidden
     clean, windows = jnp.split(hidden, [clean_tokens], axis=1)
     teacher = jnp.take_along_axis(clean, batch["sources"][..., None], axis=1)

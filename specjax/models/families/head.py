@@ -75,8 +75,12 @@ class EagleHead(Decoder):
         aux_layers: tuple[int, ...] = (),
         features: Float[Array, "B N D"] | None = None,
         rows: NamedSharding | None = None,
+        labels: Float[Array, ""] | None = None,
     ) -> tuple[Float[Array, "B N D"], None]:
-        """As :class:`Decoder`; ``features`` are required, ``scan`` and ``aux_layers`` unused."""
+        """As :class:`Decoder`; ``features`` are required.
+
+        ``scan``, ``aux_layers`` and ``labels`` are unused.
+        """
         assert features is not None, "a head always reads features"
         # The embedding may be the target's, and of another dtype.
         x = self.embedded(tokens, rows).astype(features.dtype)
