@@ -288,7 +288,17 @@ FAMILY_MODELS = (
     "bloom",
     "gemma2",
     "gemma3",
+    "gptj",
+    "phi",
 )
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gptj"])
+def test_new_rows_have_the_models_shapes(name):
+    start = from_hf(variants.config(name))
+    grown = jax.eval_shape(lambda p: sdsat.grow(p, (61, 62), 2), param_shapes(start))
+    wanted = param_shapes(dataclasses.replace(start, vocab_size=63))
+    assert jax.tree.map(jnp.shape, grown) == jax.tree.map(jnp.shape, wanted)
 
 
 @pytest.mark.slow

@@ -225,7 +225,7 @@ def grow(params: dict, ids: tuple[int, ...], new_rows: int) -> dict:
     """Embedding and head with ``new_rows`` more rows; the rows ``ids`` are set to the mean.
 
     The mean is over the other rows. Rows of unused vocabulary may hold anything, even zeros, and
-    would be a bad start.
+    would be a bad start. A bias on the logits is 0 for new rows.
     """
     rows = np.asarray(ids)
 
@@ -235,7 +235,10 @@ def grow(params: dict, ids: tuple[int, ...], new_rows: int) -> dict:
         grown = jnp.concatenate([table, jnp.zeros((new_rows, table.shape[1]), table.dtype)])
         return grown.at[rows].set(mean)
 
-    return params | {name: extend(params[name]) for name in TABLES if name in params}
+    grown = params | {name: extend(params[name]) for name in TABLES if name in params}
+    if "head_bias" in params:
+        grown["head_bias"] = jnp.pad(params["head_bias"], (0, new_rows))
+    return grown
 
 
 def plan(cfg: SDSATConfig, setup: SdsatSetup) -> dict[str, Any]:
