@@ -13,6 +13,7 @@ from train.config import HeadRunConfig, LMConfig, Optim, SDSATConfig, from_dict,
 from train.config.effects import RULES
 from train.data.tokenizer import id_count
 from train.engine.optim import make_optimizer
+from train.lm import prepare
 from train.lm.losses import training_loss
 from train.lm.prepare import build_model, get_tokenizer
 from train.lm.training import useful_operations
@@ -85,6 +86,17 @@ def test_a_checkpoint_is_continued_with_its_own_tokenizer(start, tmp_path):
     values = {"model": {"init_from": str(start)}}
     values |= {"tokenizer": {"path": f"{tmp_path}/tokenizer.json"}}
     assert get_tokenizer(from_dict(LMConfig, values), None, tmp_path).to_str() == other.to_str()
+
+
+def test_weights_are_read_when_training_asks_for_them(start, monkeypatch):
+    """There they go to the host's memory; a dry run needs none."""
+    read = []
+    load = prepare.load_pretrained
+    monkeypatch.setattr(prepare, "load_pretrained", lambda *args: read.append(args) or load(*args))
+    cfg = from_dict(LMConfig, {"model": {"init_from": str(start)}, "data": {"seq_len": 32}})
+    model, first_params = build_model(cfg, get_tokenizer(cfg, None, start))
+    assert read == []
+    assert first_params()["embed"].shape == (model.vocab_size, 16) and len(read) == 1
 
 
 def test_a_hub_id_names_a_start_and_a_teacher(start, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from specjax._util.errors import InputError
 from specjax._util.waiting import waiting
 from specjax.lm import locate
 from specjax.models import ModelConfig, init_params, load_pretrained
-from specjax.models.hf.read import load_config
+from specjax.models.hf.read import complete_config, load_config
 from train.config import LMConfig, Model
 from train.data.chats import ChatFormat, chat_format
 from train.data.document_ends import DocumentEnds, checkpoint_ends, tokenizer_ends
@@ -106,12 +107,10 @@ def build_model(cfg: LMConfig, tokenizer: Tokenizer) -> tuple[ModelConfig, Calla
     """
     vocab_size = id_count(tokenizer)
     if cfg.model.init_from:
-        with waiting(f"loading {cfg.model.init_from}"):
-            model, params = load_pretrained(locate(cfg.model.init_from))
+        model = complete_config(locate(cfg.model.init_from))
         require_model(model, cfg.model.init_from)
     else:
         model = _new_model(cfg.model, vocab_size, new_model_ends(cfg, tokenizer))
-        params = None
     if model.vocab_size < vocab_size:
         raise InputError(
             f"model.init_from={cfg.model.init_from!r} has {model.vocab_size} ids, the "
@@ -122,7 +121,16 @@ def build_model(cfg: LMConfig, tokenizer: Tokenizer) -> tuple[ModelConfig, Calla
             f"data.seq_len={cfg.data.seq_len} is longer than the model's context "
             f"({model.max_position}): lower it, or raise model.max_position"
         )
-    return model, lambda: params or init_params(model, jax.random.key(cfg.run.seed))
+    return model, functools.partial(_first_params, cfg, model)
+
+
+def _first_params(cfg: LMConfig, model: ModelConfig) -> dict:
+    """The checkpoint's float32 params, or random ones of a new model."""
+    if not cfg.model.init_from:
+        return init_params(model, jax.random.key(cfg.run.seed))
+    with waiting(f"loading {cfg.model.init_from}"):
+        _, params = load_pretrained(locate(cfg.model.init_from))
+    return params
 
 
 def _new_model(section: Model, vocab_size: int, ends: DocumentEnds) -> ModelConfig:

@@ -81,7 +81,7 @@ def train(cfg: LMConfig, setup: LmSetup, placement: Placement, resume: bool) -> 
         loss, frozen = processes.raise_everywhere(
             lambda: training_loss(cfg, model, setup.tokenizer, rows)
         )
-        params = setup.first_params()
+        params = processes.raise_everywhere(setup.first_params)
     loader, valid = process_batches(cfg, data)
     outcome = fit(
         loss,
