@@ -16,6 +16,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 import specjax as sj
+from specjax._util.errors import InputError
 from specjax.models import (
     ModelConfig,
     hidden_states,
@@ -35,14 +36,15 @@ from support.training import (
     small_tokenizer,
 )
 from train import ablation
-from train.config import Adaptive, DataSection, SDSATConfig, from_toml
+from train.config import Adaptive, DataSection, SDSATConfig, from_toml, to_dict
 from train.data.corpus import is_held_out
 from train.sdsat import operations
 from train.sdsat import training as sdsat
 from train.sdsat.__main__ import main
-from train.sdsat.ablation import read_variant, write_report
+from train.sdsat.ablation import CARD, FIGURES, read_variant, run_variant, write_report
 from train.sdsat.insertion import Insertion, appended_slots
 from train.sdsat.prepare import choose_ids, transforms
+from train.sdsat.variants import CONTINUED, VARIANTS
 
 
 def program(*argv):
@@ -334,6 +336,21 @@ def test_the_ablation_keeps_what_is_finished_and_reports_it(start, tmp_path, mon
         run("none", 3) == 2 and "none/export/card.json is not the card" in capsys.readouterr().err
     )
     assert run("nothing", 3) == 2 and "--only nothing" in capsys.readouterr().err
+
+
+def test_the_ablation_keeps_a_run_of_whole_epochs(tmp_path, monkeypatch):
+    """The recipe of its card has the steps that the corpus gave."""
+    monkeypatch.chdir(ROOT)
+    cfg = from_toml(SDSATConfig, TINY_SDSAT, ["optim.num_epochs=2", *VARIANTS[CONTINUED]])
+    recipe = to_dict(cfg)
+    recipe["optim"]["total_steps"] = 77
+    recipe["run"]["dir"] = CONTINUED
+    card = {"recipe": recipe, **dict.fromkeys(FIGURES - {"recipe"}, 1)}
+    (tmp_path / CONTINUED / "export").mkdir(parents=True)
+    (tmp_path / CONTINUED / CARD).write_text(json.dumps(card))
+    assert run_variant(TINY_SDSAT, ["optim.num_epochs=2"], tmp_path, CONTINUED)
+    with pytest.raises(InputError, match=r"another optim\.num_epochs"):
+        run_variant(TINY_SDSAT, ["optim.num_epochs=3"], tmp_path, CONTINUED)
 
 
 def test_the_ablation_reports_runs_with_nothing_held_out(tmp_path, capsys):

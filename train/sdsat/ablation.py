@@ -67,10 +67,12 @@ def run_variant(config: str, overrides: Sequence[str], home: Path, name: str) ->
 def _check_recipe(directory: Path, now: dict[str, Any]) -> None:
     """Raises InputError if a finished run was made with other settings than ``now``."""
     now = without_local_paths(now, directory / CARD.parent)
+    # Of a number of epochs, the recipe has the steps that the corpus gave.
+    computed = ("optim", "total_steps") if now["optim"]["num_epochs"] else None
     for section, values in _read_card(directory)["recipe"].items():
         for key, value in values.items():
             # Keys that are newer than the run are not in its recipe, and not compared.
-            if now[section].get(key) != value:
+            if now[section].get(key) != value and (section, key) != computed:
                 raise InputError(
                     f"{directory} was made with another {section}.{key}: choose another "
                     "directory with --set run.dir=…"
