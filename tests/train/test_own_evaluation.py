@@ -7,7 +7,7 @@ import pytest
 from specjax._util.errors import InputError
 from support.training import program_tokenizer, random_program
 from train.config import DataSection
-from train.data.corpus import is_held_out
+from train.data.corpus import is_held_out, source_labels
 from train.data.encoding import Plain
 from train.data.loader import valid_batches
 from train.engine.batches import open_corpus
@@ -54,6 +54,32 @@ def test_own_files_are_evaluated_and_nothing_else(tokenizer, tmp_path, capsys, w
     assert "left out, copies of another document: 1" in err
     assert "left out, near-duplicates of held-out documents: 1" in err
     assert "not evaluated" not in err
+
+
+@pytest.mark.parametrize("where", ["memory", "shards"])
+def test_files_of_one_name_are_told_apart_by_their_folders(tokenizer, tmp_path, where):
+    files = {}
+    for folder, begin, count in (("train", 0, 9), ("short", 20, 3), ("long", 40, 6)):
+        (tmp_path / folder).mkdir()
+        texts = [random_program(begin + i) for i in range(count)]
+        files[folder] = lines(tmp_path / folder / "test.jsonl", texts)
+    data = DataSection(
+        files=(files["train"],),
+        eval=(files["short"], files["long"]),
+        shards="" if where == "memory" else str(tmp_path / "shards"),
+    )
+    corpus = open_corpus(data, tokenizer, Plain(), tmp_path / "cache")
+    counts = {x.name: len(x.documents.lengths) for x in corpus.held_out}
+    assert counts == {"short/test.jsonl": 3, "long/test.jsonl": 6}
+    assert [x.weight for x in corpus.held_out] == [
+        float(x.documents.lengths.sum()) for x in corpus.held_out
+    ]
+
+
+def test_names_of_sources_differ(tmp_path):
+    files = ["/a/one.txt", "/b/one.txt", "/c/b/one.txt", "/d/stdlib", "/e/two.txt", "/e/two.txt"]
+    labels = ["stdlib", "a/one.txt", "/b/one.txt", "c/b/one.txt", "d/stdlib", *["two.txt"] * 2]
+    assert source_labels(["stdlib"], files) == labels
 
 
 def test_shards_of_another_choice_are_refused(tokenizer, tmp_path):

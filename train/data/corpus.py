@@ -4,6 +4,7 @@ Every source yields `Document`s with a stable name. The name alone decides wheth
 held out. So the split stays the same when the corpus is reordered, grows, or changes its text.
 """
 
+import collections
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -89,12 +90,27 @@ def _read_sources(
 
 
 def source_labels(names: Sequence[str], files: Sequence[str]) -> list[str]:
-    """The names of the sources, in order; a file's name stands without its folder."""
-    return [*names, *[_label(file) for file in files]]
+    """The names of the sources, in order: corpora, then files.
+
+    A file's name stands without its folder. Where another source has that name, too, it stands with
+    as many folders as tell them apart.
+    """
+    paths = [file if is_on_hub(file) else os.path.abspath(file) for file in files]
+    taken = collections.Counter(names)
+    for path in set(paths):  # a file that is named twice is one source
+        taken.update(_endings(path))
+    labels = list(names)
+    for path in paths:
+        labels.append(next((ending for ending in _endings(path) if taken[ending] == 1), path))
+    return labels
 
 
-def _label(file: str) -> str:
-    return file if is_on_hub(file) else os.path.basename(os.path.abspath(file))
+def _endings(path: str) -> list[str]:
+    """A file's name, then with one folder, with two, and so on; of a data set only its name."""
+    if is_on_hub(path):
+        return [path]
+    parts = Path(path).parts
+    return ["/".join(parts[-count:]) for count in range(1, len(parts))]
 
 
 def _within_memory(documents: Iterable[Document]) -> Iterator[Document]:

@@ -59,12 +59,12 @@ def recipe_of(
 
 
 def source_names(data: DataSection) -> list[str]:
-    """Names of the sources, in order; a file's name stands without its folder.
+    """Names of the sources that are trained on, in order.
 
     Raises:
       InputError: there are weights, but not one for each source.
     """
-    names = source_labels(data.corpora, data.files)
+    names = _all_names(data)[: len(data.corpora) + len(data.files)]
     if data.weights and len(data.weights) != len(names):
         raise InputError(
             f"data.weights has {len(data.weights)} numbers for {len(names)} sources: expected one "
@@ -75,7 +75,12 @@ def source_names(data: DataSection) -> list[str]:
 
 def evaluation_names(data: DataSection) -> list[str]:
     """Names of the files that are only evaluated, in order."""
-    return source_labels((), data.eval)
+    return _all_names(data)[len(data.corpora) + len(data.files) :]
+
+
+def _all_names(data: DataSection) -> list[str]:
+    """Names of all sources, no two alike."""
+    return source_labels(data.corpora, [*data.files, *data.eval])
 
 
 def load_documents(data: DataSection, intake: Intake) -> list[Document]:
