@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from specjax._util.errors import InputError
 from specjax._util.program import INTERRUPTED
 from specjax.models import init_params, load_pretrained
 from support.checkpoints import edit_weights, same
@@ -27,7 +28,7 @@ from train.head import storing
 from train.head.__main__ import main as train_head
 from train.head.losses import AUX, HIDDEN, HeadObjective, head_loss
 from train.head.prepare import prepare_setup
-from train.head.states import open_states
+from train.head.states import HeadLoader, open_states
 from train.states import main as train_states
 
 ROWS = 24  # of the run: 6 steps of 4
@@ -144,6 +145,51 @@ def test_a_longer_run_reads_the_rows_again_in_another_order(target, stored):
     first, second, third = map(turn, range(3))
     assert first != second != third != first
     assert sorted(first) == sorted(second) == sorted(third)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "steps", "says"),
+    [
+        (24, 24, 9, None),
+        (24, 40, 6, None),
+        (None, 24, 6, None),
+        (24, 40, 7, "28 rows of 24 stored ones, now they are those of 40 stored ones"),
+        (40, 24, 7, "28 rows of 40 stored ones, now they are those of 24 stored ones"),
+        (24, None, 7, "28 rows of 24 stored ones, now they are those of the corpus"),
+    ],
+)
+def test_a_resumed_run_may_need_other_rows_than_it_has_read(before, now, steps, says):
+    """Up to the last row that was stored, the rows are the corpus's."""
+    loader = HeadLoader(Counter(), 4, before)
+    for _ in range(steps):
+        next(loader)
+    state = json.loads(json.dumps(loader.get_state()))
+    resumed = HeadLoader(Counter(), 4, now)
+    if says:
+        with pytest.raises(InputError, match=says):
+            resumed.set_state(state)
+    else:
+        resumed.set_state(state)
+        assert next(resumed) == next(loader)
+        assert resumed.get_state()["read"] == 4 * (steps + 1)
+        resumed.set_state({"next": 7})  # an older checkpoint's
+
+
+class Counter:
+    """A loader whose batches are their numbers."""
+
+    def __init__(self):
+        self._next = 0
+
+    def __next__(self):
+        self._next += 1
+        return self._next
+
+    def get_state(self):
+        return self._next
+
+    def set_state(self, state):
+        self._next = state
 
 
 def test_conversations_are_stored_as_well(target, tmp_path):

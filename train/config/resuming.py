@@ -16,7 +16,7 @@ MAY_CHANGE = {
     "model": ("remat", "scan"),
     "distill": ("decode_prompts", "decode_tokens", "decode_length"),
     "sdsat": ("probe_length", "decode_prompts", "decode_tokens"),
-    # Where states are stored; the corpus digest tells whether the rows differ.
+    # Where states are stored; the loader's state tells whether the rows differ.
     "head": ("decode_prompts", "decode_tokens", "states"),
     "optim": (
         *(

@@ -26,7 +26,7 @@ from specjax._util.errors import InputError, errors_as
 from specjax.models.hf.delta import fingerprint
 from specjax.models.hf.files import open_tensors, read_json
 from train.config import HeadRunConfig, to_dict
-from train.data.loader import ValidBatch
+from train.data.loader import Loader, ValidBatch
 from train.data.packing import Batch, stack, without_answers
 from train.head.prepare import HeadSetup
 
@@ -160,6 +160,54 @@ class StoredStates:
                     f"head.states={str(self.home)!r}: row {number} has other {name} than the "
                     "corpus: store the states again (python -m train.states)"
                 )
+
+
+class HeadLoader:
+    """A loader whose state says how many rows are stored, too.
+
+    The first rows are the corpus's, stored or not. A run that has read all of the stored ones reads
+    them again, so from there on its rows depend on their number.
+
+    Args:
+      batch_size: rows of a batch, of all processes.
+      stored: the number of stored rows; None: the rows are those of the corpus.
+    """
+
+    def __init__(self, loader: Loader, batch_size: int, stored: int | None):
+        self._loader = loader
+        self._batch_size = batch_size
+        self._stored = stored
+        self._read = 0  # rows
+
+    def __iter__(self) -> HeadLoader:
+        return self
+
+    def __next__(self) -> Batch:
+        self._read += self._batch_size
+        return next(self._loader)
+
+    def get_state(self) -> dict[str, Any]:
+        return {"loader": self._loader.get_state(), "read": self._read, "stored": self._stored}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Raises InputError if the rows so far are not those of so many stored rows."""
+        if "stored" not in state:  # of a checkpoint from before rows could be stored
+            state = {"loader": state, "read": 0, "stored": None}
+        before = state["stored"]
+        read = state["read"]
+        limits = [stored for stored in (before, self._stored) if stored is not None]
+        if before != self._stored and read > min(limits):
+            raise InputError(
+                f"--resume: the run has read {read} rows of {_source(before)}, now they are those "
+                f"of {_source(self._stored)}: set head.states back, or start a new run in another "
+                "run.dir"
+            )
+        self._read = read
+        self._loader.set_state(state["loader"])
+
+
+def _source(stored: int | None) -> str:
+    return "the corpus" if stored is None else f"{stored} stored ones"
 
 
 def open_states(cfg: HeadRunConfig, setup: HeadSetup) -> StoredStates | None:

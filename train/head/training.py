@@ -35,7 +35,7 @@ from train.engine.program import run_training, with_next_command
 from train.head.losses import HeadObjective, head_loss
 from train.head.prepare import HeadSetup, prepare_setup
 from train.head.starting import first_params
-from train.head.states import READ_THREADS, StoredStates, open_states
+from train.head.states import READ_THREADS, HeadLoader, StoredStates, open_states
 
 
 def run(args: argparse.Namespace) -> int:
@@ -100,10 +100,7 @@ def train(
         resume=resume,
         # The draft ids follow from the corpus and head.draft_vocab, which are compared anyway.
         fixed=fixed_settings(
-            "train.head",
-            cfg,
-            dataclasses.replace(head, draft_ids=None),
-            _rows_digest(cfg, data, states),
+            "train.head", cfg, dataclasses.replace(head, draft_ids=None), data.fingerprint
         ),
         measure=None if states else _measure(cfg, setup, placement),
         placement=placement,
@@ -136,21 +133,12 @@ def _batches(
     cfg: HeadRunConfig, data: Corpus, states: StoredStates | None
 ) -> tuple[Loader, list[ValidBatch]]:
     """:func:`process_batches`, with the target's states where they are stored."""
+    batch = cfg.optim.batch_size
     if states is None:
-        return process_batches(cfg, data)
+        loader, valid = process_batches(cfg, data)
+        return HeadLoader(loader, batch, None), valid
     loader, valid = process_batches(cfg, data, states.training_row, threads=READ_THREADS)
-    return loader, list(states.held_out(valid))
-
-
-def _rows_digest(cfg: HeadRunConfig, data: Corpus, states: StoredStates | None) -> str:
-    """What the rows of the whole run depend on.
-
-    Stored rows are the corpus's, but a run that needs more of them reads them again.
-    """
-    needed = cfg.optim.batch_size * cfg.optim.accumulate * cfg.optim.total_steps
-    if states is None or states.rows >= needed:
-        return data.fingerprint
-    return f"{data.fingerprint}, {states.rows} stored rows"
+    return HeadLoader(loader, batch, states.rows), list(states.held_out(valid))
 
 
 def _measure(
