@@ -241,17 +241,7 @@ def hidden_states(
         backend = "blockwise" if tokens.shape[1] >= BLOCKWISE_FROM else "dense"
     attend = _sequence_attention(cfg, mask_fn or dense.causal_mask, all_meta, backend, rows)
     run = module_of(cfg, attach_adapters(cfg, params, tokens))
-    hidden, aux = run(
-        tokens,
-        positions,
-        attend,
-        remat=remat,
-        scan=scan,
-        aux_layers=aux_layers,
-        features=features,
-        rows=rows,
-        labels=labels,
-    )
+    hidden, aux = run(tokens, positions, attend, remat, scan, aux_layers, features, rows, labels)
     return HiddenStates(hidden, aux)
 
 
