@@ -1,5 +1,6 @@
 """Conversations become rows: their formats, their templates, and which tokens are trained."""
 
+import dataclasses
 import json
 import warnings
 
@@ -302,11 +303,16 @@ def test_adapters_of_another_template_warn(tokenizer):
         lm._warn_of_template("it", made, Tokenizer(tokenizer, chats.HEADERS))
 
 
-def test_a_finished_run_names_the_next_command():
+def test_a_finished_run_names_the_next_command(tmp_path):
     data = DataSection(files=("runs/answers.jsonl",))
-    made = with_next_command({"export": "runs/a/export"}, data, "models/smollm2")
-    assert made["next"] == (
-        "python -m infer.bench --target models/smollm2 --draft runs/a/export --methods speculative "
-        "--prompts runs/answers.jsonl --chat"
-    )
-    assert "next" not in with_next_command({"step": 3}, data, "models/smollm2")
+    summary = {"export": "runs/a/export"}
+    (tmp_path / "chat_template.jinja").write_text(chats.CHATML)
+    bench = "python -m infer.bench --target smollm2 --draft runs/a/export --methods speculative"
+    made = with_next_command(summary, data, "smollm2", tmp_path)
+    assert made["next"] == f"{bench} --prompts runs/answers.jsonl --chat"
+    assert "next" not in with_next_command({"step": 3}, data, "smollm2", tmp_path)
+
+    # Texts alone, a target without a template, and a template of the config's own.
+    own = dataclasses.replace(data, chat_template="own.jinja")
+    for other, home in ((data, None), (data, tmp_path / "none"), (own, tmp_path)):
+        assert with_next_command(summary, other, "smollm2", home)["next"] == bench

@@ -7,6 +7,7 @@ import errno
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from rich.table import Table
 
 from specjax._util import processes
 from specjax._util.program import FAILED, say
+from specjax.text.tokenizer import read_chat_settings
 from train.config import DataSection, from_toml
 from train.engine.loop import TrainingError
 
@@ -87,11 +89,16 @@ def _way_out(error: OSError) -> str:
     return "mend that and --resume"
 
 
-def with_next_command(summary: dict[str, Any], data: DataSection, target: str) -> dict[str, Any]:
+def with_next_command(
+    summary: dict[str, Any], data: DataSection, target: str, home: Path | None
+) -> dict[str, Any]:
     """The summary of a run with ``next``: the command that measures what it has exported.
+
+    It reads the corpus's conversations if the target has the template that they were trained with.
 
     Args:
       target: the model that the export drafts for, or :data:`SELF_DRAFTING`. Empty: none.
+      home: the directory with the target's chat template; None: no conversation was trained on.
     """
     if not target or "export" not in summary:
         return summary
@@ -101,7 +108,7 @@ def with_next_command(summary: dict[str, Any], data: DataSection, target: str) -
     else:
         words = f"--target {target} --draft {export} --methods speculative"
     files = [file for file in (*data.eval, *data.files) if file.endswith((".jsonl", ".json"))]
-    if files:
+    if files and home and not data.chat_template and read_chat_settings(home)[0]:
         words += f" --prompts {files[0]} --chat"
     return summary | {NEXT: f"python -m infer.bench {words}"}
 

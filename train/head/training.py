@@ -114,7 +114,8 @@ def train(
     head = dataclasses.replace(head, verifier=without_local_paths(head.verifier, home))
     copied = small_files(setup.directory, cfg.model.tokenizer)
     summary = export(cfg.run, head, params, setup.tokenizer, outcome, card, copied)
-    return with_next_command(summary, cfg.data, cfg.model.init_from)
+    chats = setup.directory if data.apart else None
+    return with_next_command(summary, cfg.data, cfg.model.init_from, chats)
 
 
 def _objective(cfg: HeadRunConfig) -> HeadObjective:

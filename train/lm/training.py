@@ -111,7 +111,9 @@ def train(cfg: LMConfig, setup: LmSetup, placement: Placement, resume: bool) -> 
     start = cfg.model.init_from
     copied = small_files(locate(start) if start else None, cfg.tokenizer.path)
     summary |= export(cfg.run, model, params, setup.tokenizer, outcome, card, copied)
-    return with_next_command(summary, cfg.data, cfg.distill.teacher)
+    teacher = cfg.distill.teacher
+    chats = locate(teacher) if teacher and data.apart else None
+    return with_next_command(summary, cfg.data, teacher, chats)
 
 
 def _measure(

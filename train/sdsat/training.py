@@ -149,7 +149,8 @@ def train(
     params = tuning.merge(placement.to_host(outcome.params), frozen)
     card = about | {"recipe": to_dict(cfg)}
     summary = _export(cfg, setup, params, outcome, card, data.apart)
-    return with_next_command(summary, cfg.data, SELF_DRAFTING)
+    chats = setup.start.directory if data.apart else None
+    return with_next_command(summary, cfg.data, SELF_DRAFTING, chats)
 
 
 def _export(
