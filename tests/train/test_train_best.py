@@ -45,7 +45,16 @@ def squares(params, frozen, batch):
     return loss, jnp.float32(tokens.size), {"double": (2 * loss, jnp.float32(tokens.size))}
 
 
-def train(directory, steps=40, resume=False, loader=None, optimizer=None, measure=None, **section):
+def train(
+    directory,
+    steps=40,
+    resume=False,
+    loader=None,
+    optimizer=None,
+    measure=None,
+    recipe=None,
+    **section,
+):
     """``w`` falls from 5 to 0. Held out it should be 2, so it is best on the way."""
     directory.mkdir(exist_ok=True)
     settings = {"log_every": 4, "checkpoint_every": 7, "eval_every": 2, "keep": 1} | section
@@ -60,6 +69,7 @@ def train(directory, steps=40, resume=False, loader=None, optimizer=None, measur
         valid=VALID,
         resume=resume,
         measure=measure,
+        recipe=recipe,
     )
 
 
@@ -129,6 +139,26 @@ def test_another_choice_of_the_best_starts_anew(tmp_path):
     assert train(tmp_path, steps=30, resume=True).best_step is None
     last = train(tmp_path, steps=34, resume=True)
     assert last.best_step is None and begun.best_step < 30
+
+
+def test_figures_of_other_prompts_are_not_compared(tmp_path):
+    """The first evaluation of a resumed run with fewer prompts is the best one so far."""
+    figures = iter([9, 8, 7, 6])
+
+    def run(steps, prompts, **section):
+        recipe = {"sdsat": {"decode_prompts": prompts}, "run": {"seed": 0}}
+        return train(
+            tmp_path,
+            steps,
+            measure=lambda *_: Measured({ACCEPTED: next(figures)}),
+            recipe=recipe,
+            keep_best="accepted",
+            **section,
+        )
+
+    assert run(2, 16).best_step == 2
+    assert run(4, 16, resume=True).best_step == 2
+    assert run(6, 4, resume=True).best_step == 6
 
 
 @pytest.mark.parametrize(

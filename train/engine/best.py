@@ -12,6 +12,8 @@ from specjax._util.errors import InputError
 from train.config import Run
 
 ACCEPTED = "decode_tokens_per_round"  # the figure of ``run.keep_best = "accepted"``
+# Keys of any section that the figure depends on, besides those that a resumed run may not change.
+DECODING = ("decode_prompts", "decode_tokens", "decode_length", "probe_length")
 
 
 @dataclasses.dataclass
@@ -21,6 +23,7 @@ class Best:
     Attributes:
       by: what it is the best by, as ``run.keep_best`` names it; empty: nothing is kept.
       batches: held-out batches of an evaluation. Figures of other samples are not compared.
+      decoding: the settings of evaluations that decode, if what is compared depends on them.
       step: of the best evaluation; None before the first one.
       value: what is compared; the lowest is the best.
       valid_loss, valid_extras: figures of the best evaluation.
@@ -29,6 +32,7 @@ class Best:
 
     by: str
     batches: int
+    decoding: dict[str, Any] = dataclasses.field(default_factory=dict)
     step: int | None = None
     value: float = 0.0
     valid_loss: float | None = None
@@ -36,11 +40,30 @@ class Best:
     worse: int = 0
 
     @classmethod
-    def resumed(cls, note: dict[str, Any] | None, by: str, batches: int) -> Best:
-        """As a checkpoint's note stores it; a new one if something else is compared now."""
-        if note is None or (note["by"], note["batches"]) != (by, batches):
+    def first(cls, by: str, batches: int, recipe: dict[str, Any] | None) -> Best:
+        """That of a run without an evaluation so far.
+
+        Args:
+          recipe: the run's config, section by section; None: it has no settings of decoding.
+        """
+        if by != "accepted" or recipe is None:
             return cls(by, batches)
-        return cls(**note)
+        decoding = {
+            f"{section}.{key}": value
+            for section, values in recipe.items()
+            for key, value in values.items()
+            if key in DECODING
+        }
+        return cls(by, batches, decoding)
+
+    def resumed(self, note: dict[str, Any] | None) -> Best:
+        """As a checkpoint's note stores it; this one if the note compares something else."""
+        if note is None:
+            return self
+        # Notes of older checkpoints lack settings; they are not compared.
+        kept = Best(**{"decoding": self.decoding} | note)
+        same = (kept.by, kept.batches, kept.decoding) == (self.by, self.batches, self.decoding)
+        return kept if same else self
 
     def update(self, step: int, loss: float, extras: dict[str, Any]) -> bool:
         """Counts an evaluation; returns whether it is the best one, so that it must be saved.

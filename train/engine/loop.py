@@ -191,7 +191,7 @@ def fit(
       operations: FLOPs that the model needs per token of text, forward and backward, for the
         logged MFU.
       counts: tokens of text; None: all tokens of the batches, and no epochs in the log.
-      recipe: the run's config, for experiment trackers.
+      recipe: the run's config, for experiment trackers and to tell which evaluations compare.
 
     Raises:
       TrainingError: the loss or a parameter is no longer finite, or too many steps in a row were
@@ -210,9 +210,10 @@ def fit(
     placement = placement or Placement()
     begun = _begin(checkpoints, params, optimizer, loader, resume, fixed, placement)
     state = begun.state
-    best = Best.resumed(begun.note.get("best"), run.keep_best, len(valid))
+    first = Best.first(run.keep_best, len(valid), recipe)
+    best = first.resumed(begun.note.get("best"))
     if not checkpoints.has(best.step):  # somebody moved it away
-        best = Best(run.keep_best, len(valid))
+        best = first
     checkpoints.best_step = best.step
     frozen = placement.place_state(frozen)
     metrics = _open_metrics(run, log, state.step, recipe)
