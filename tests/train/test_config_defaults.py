@@ -10,7 +10,7 @@ import pytest
 from specjax._util.errors import InputError
 from support.training import ROOT, save_checkpoint, small_tokenizer
 from train.config import HeadRunConfig, LMConfig, Optim, SDSATConfig, from_dict, from_toml
-from train.config.effects import RULES
+from train.config.effects import OF_ONE_PROGRAM, RULES
 from train.data.tokenizer import id_count
 from train.engine.optim import make_optimizer
 from train.lm import prepare
@@ -121,6 +121,7 @@ def test_documents_are_rearranged_for_infilling_only_if_asked(start):
     ("cls", "section", "best", "says"),
     [
         (SDSATConfig, {"model": {"train": "gated-lora"}}, "loss", 'set run.keep_best="accepted"'),
+        (HeadRunConfig, {"head": {"states": "x"}}, "accepted", "leave head.states out"),
     ],
 )
 def test_a_best_that_no_evaluation_can_tell_is_refused(cls, section, best, says):
@@ -150,12 +151,31 @@ def read(tmp_path, cls, text, *overrides):
         (SDSATConfig, 'sdsat = {loss = "basic", weight = 2.0}', "sdsat.weight has no effect"),
         (SDSATConfig, "model = {lora_rank = 4}", "lora_rank has no effect with model.train='full'"),
         (HeadRunConfig, "head = {drop_outside = true}", "head.drop_outside has no effect"),
+        (LMConfig, "optim = {num_epochs = 2.0, max_steps = 9}", "optim.total_steps has no effect"),
+        (SDSATConfig, "model = {lora_r = 4}", "model.lora_rank has no effect"),
+        (
+            HeadRunConfig,
+            'head = {states = "x", decode_tokens = 9}',
+            "head.decode_tokens has no effect with head.states='x'",
+        ),
+        (
+            SDSATConfig,
+            "sdsat = {decode_prompts = 9}\nrun = {eval_batches = 0}",
+            "sdsat.decode_prompts has no effect with run.eval_batches=0",
+        ),
+        (SDSATConfig, "run = {sample_tokens = 9}", "run.sample_tokens has no effect: only"),
+        (HeadRunConfig, "mesh = {memory_gib = 9}", "has no effect: only train.sdsat reads it"),
     ],
 )
 def test_keys_without_effect_are_said(tmp_path, capsys, cls, text, says):
     read(tmp_path, cls, text)
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line
+
+
+def test_what_is_turned_off_is_not_missed(tmp_path, capsys):
+    read(tmp_path, HeadRunConfig, 'head = {states = "x", decode_prompts = 0}')
+    assert capsys.readouterr().err == ""
 
 
 def test_shipped_configs_have_no_key_without_effect(capsys):
@@ -177,7 +197,7 @@ def test_every_rule_names_keys_of_a_config():
         for section in dataclasses.fields(cls)
         for field in dataclasses.fields(getattr(cls(), section.name))
     }
-    assert {key for rule in RULES for key in rule.keys} <= known
+    assert {key for rule in RULES for key in rule.keys} | set(OF_ONE_PROGRAM) <= known
 
 
 # --- names of other trainers -------------------------------------------------------------------

@@ -55,17 +55,37 @@ RULES = (
     NoEffect(("head.drop_outside",), "head.draft_vocab", _is_empty),
     NoEffect(("head.decay",), "head.steps", lambda steps: steps == 1),
     NoEffect(("head.decode_tokens",), "head.decode_prompts", _is_empty),
-    NoEffect(("run.eval_every",), "run.eval_batches", _is_empty),
+    NoEffect(("head.decode_prompts", "head.decode_tokens"), "head.states", bool),
+    NoEffect(("run.eval_every", "run.sample_tokens"), "run.eval_batches", _is_empty),
+    NoEffect(
+        ("distill.decode_prompts", "distill.decode_tokens", "distill.decode_length"),
+        "run.eval_batches",
+        _is_empty,
+    ),
+    NoEffect(
+        ("sdsat.decode_prompts", "sdsat.decode_tokens", "sdsat.probe_length"),
+        "run.eval_batches",
+        _is_empty,
+    ),
+    NoEffect(("head.decode_prompts", "head.decode_tokens"), "run.eval_batches", _is_empty),
 )
+# Keys that one program alone reads: its name, and a section that only its config has.
+OF_ONE_PROGRAM = {
+    "run.sample_tokens": ("train.lm", "distill"),
+    "mesh.memory_gib": ("train.sdsat", "sdsat"),
+}
 
 
 def keys_without_effect(cfg: Any, given: dict[str, Any]) -> list[str]:
     """One line for each rule that holds for a key that is given.
 
     Args:
-      given: the values of the config's file and overrides, section by section.
+      given: the values of the config's file and overrides, section by section, under our names.
     """
     lines = []
+    for key, (program, section) in OF_ONE_PROGRAM.items():
+        if _is_given(key, given) and not hasattr(cfg, section):
+            lines.append(f"{key} has no effect: only {program} reads it")
     for rule in RULES:
         keys = [key for key in rule.keys if _is_given(key, given)]
         section, name = rule.key.split(".")
@@ -80,5 +100,7 @@ def keys_without_effect(cfg: Any, given: dict[str, Any]) -> list[str]:
 
 
 def _is_given(key: str, given: dict[str, Any]) -> bool:
+    """Whether a value is given. A number of 0 turns something off: nothing is missed of it."""
     section, name = key.split(".")
-    return name in given.get(section, {})
+    value = given.get(section, {}).get(name)
+    return value is not None and not (type(value) is int and value == 0)

@@ -44,7 +44,8 @@ def from_toml(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> 
     """
     values = read_toml(path, overrides)
     cfg = from_dict(cls, values)
-    for line in keys_without_effect(cfg, values):
+    given = {name: renamed(name, x, vars(getattr(cfg, name))) for name, x in values.items()}
+    for line in keys_without_effect(cfg, given):
         print(f"{path}: {line}", file=sys.stderr)
     return cfg
 

@@ -321,6 +321,11 @@ class HeadRunConfig:
                 f"head.mean_per_step and optim.accumulate={self.optim.accumulate}: the means would "
                 "be those of parts of a batch; give optim.accumulate=1"
             )
+        if self.head.states and self.run.keep_best == "accepted":
+            raise InputError(
+                f'run.keep_best="accepted" with head.states={self.head.states!r}: no evaluation '
+                'decodes, because the target is not loaded; use "loss", or leave head.states out'
+            )
         _set_rates(self, "head")
         _check_batch(self)
         _check_export(self.run, is_delta=False)
