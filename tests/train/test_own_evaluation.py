@@ -76,6 +76,14 @@ def test_files_of_one_name_are_told_apart_by_their_folders(tokenizer, tmp_path, 
     ]
 
 
+def test_evaluation_files_alone_are_refused(tokenizer, tmp_path):
+    own = (lines(tmp_path / "own.jsonl", [random_program(i) for i in range(3)]),)
+    data = DataSection(eval=own, shards=str(tmp_path / "shards"))
+    with pytest.raises(InputError, match=r"name some text to train on besides data\.eval"):
+        open_corpus(data, tokenizer, Plain(), tmp_path)
+    assert not (tmp_path / "shards").exists()
+
+
 def test_names_of_sources_differ(tmp_path):
     files = ["/a/one.txt", "/b/one.txt", "/c/b/one.txt", "/d/stdlib", "/e/two.txt", "/e/two.txt"]
     labels = ["stdlib", "a/one.txt", "/b/one.txt", "c/b/one.txt", "d/stdlib", *["two.txt"] * 2]

@@ -62,9 +62,14 @@ def source_names(data: DataSection) -> list[str]:
     """Names of the sources that are trained on, in order.
 
     Raises:
-      InputError: there are weights, but not one for each source.
+      InputError: there is none, or there are weights, but not one for each source.
     """
     names = _all_names(data)[: len(data.corpora) + len(data.files)]
+    if not names:
+        raise InputError(
+            "data.corpora and data.files are empty: name some text to train on"
+            + " besides data.eval" * bool(data.eval)
+        )
     if data.weights and len(data.weights) != len(names):
         raise InputError(
             f"data.weights has {len(data.weights)} numbers for {len(names)} sources: expected one "
@@ -132,6 +137,7 @@ def make_shards(
       InputError: a source cannot be read, or there is none; or one is not what it was when it was
         tokenized; or the directory holds another corpus or cannot be written.
     """
+    source_names(data)  # what is wrong with them is said before any file is read
     home = Path(data.shards)
     try:
         (home / PARTS).mkdir(parents=True, exist_ok=True)
