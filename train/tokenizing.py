@@ -11,12 +11,21 @@ from specjax._util.errors import InputError
 from specjax.lm import locate
 from specjax.models.hf.read import load_config
 from train.config import DataSection, HeadRunConfig, LMConfig, SDSATConfig, from_dict, read_toml
+from train.config.aliases import renamed
 from train.data.shards.building import make_shards, recipe_of
 from train.data.shards.reading import inventory_of
 from train.data.shards.writing import Recipe
 from train.head.prepare import read_target
 from train.lm.prepare import chats_of, get_tokenizer, layout
 from train.sdsat.prepare import prepare_setup
+
+# The program's config, by a section that no other program has.
+SECTIONS = {
+    "sdsat": SDSATConfig,
+    "head": HeadRunConfig,
+    "distill": LMConfig,
+    "tokenizer": LMConfig,
+}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -33,18 +42,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_config(values: dict[str, Any]) -> tuple[DataSection, Recipe]:
-    """(data, recipe of its shards) of the program that a config is for, which its sections tell.
+    """(data, recipe of its shards) of the program that a config is for.
 
     Raises:
-      InputError, ModelError: the config asks for no shards, or its values contradict each other.
+      InputError, ModelError: the config asks for no shards, does not tell its program, or its
+        values contradict each other.
     """
-    if "sdsat" in values:
-        kind = SDSATConfig
-    elif "head" in values:
-        kind = HeadRunConfig
-    else:
-        kind = LMConfig
-    cfg = from_dict(kind, values)
+    cfg = from_dict(kind_of(values), values)
     if not cfg.data.shards:
         raise InputError("data.shards is empty: name a directory for the tokens")
     if isinstance(cfg, SDSATConfig):
@@ -59,6 +63,31 @@ def read_config(values: dict[str, Any]) -> tuple[DataSection, Recipe]:
     model = load_config(locate(start)) if start else None
     ends = layout(cfg, model, tokenizer)
     return cfg.data, recipe_of(cfg.data, tokenizer, ends, chats_of(cfg))
+
+
+def kind_of(values: dict[str, Any]) -> type[LMConfig | SDSATConfig | HeadRunConfig]:
+    """The config's class, by its sections, or else by the keys of [model].
+
+    Raises:
+      InputError: they suit several programs, whose layouts of documents may differ.
+    """
+    for section, kind in SECTIONS.items():
+        if section in values:
+            return kind
+    model = values.get("model", {})
+    if not isinstance(model, dict) or not model.get("init_from", model.get("model_name_or_path")):
+        return LMConfig  # only a new model starts from nothing
+    kinds = []
+    for kind in dict.fromkeys(SECTIONS.values()):
+        keys = vars(kind.model)
+        if all(key in keys for key in renamed("model", model, keys)):
+            kinds.append(kind)
+    if len(kinds) > 1:
+        raise InputError(
+            "the config suits several programs: add a section that tells which one, [distill] for "
+            "train.lm, [sdsat] or [head]; it may be empty"
+        )
+    return kinds[0] if kinds else LMConfig
 
 
 def _report(directory: str, manifest: dict[str, Any]) -> str:

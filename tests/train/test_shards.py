@@ -27,7 +27,7 @@ from support.training import (
     save_checkpoint,
     small_tokenizer,
 )
-from train import tokens
+from train import tokenizing, tokens
 from train.config import DataSection, HeadRunConfig, LMConfig, SDSATConfig, from_dict
 from train.data.corpus import is_held_out, load_corpus
 from train.data.encoding import Plain
@@ -406,6 +406,27 @@ def test_the_program_reports_what_it_made_and_what_is_missing(sources, tokenizer
     assert lm.main([TINY_LM, *overrides(*sets), "--dry-run", "--json"]) == 0
     plan, manifest = json.loads(capsys.readouterr().out), tmp_path / "shards" / MANIFEST
     assert plan["train_tokens"] == json.loads(manifest.read_text())["tokens"]["train"]
+
+
+@pytest.mark.parametrize(
+    ("values", "cls"),
+    [
+        ({}, LMConfig),
+        ({"model": {"hidden_size": 64}}, LMConfig),
+        ({"model": {"init_from": "x"}, "tokenizer": {}}, LMConfig),
+        ({"model": {"init_from": "x", "train": "lora"}}, SDSATConfig),
+        ({"model": {"model_name_or_path": "x", "lora_r": 4}}, SDSATConfig),
+        ({"model": {"init_from": "x"}, "head": {}}, HeadRunConfig),
+        ({"model": {"init_from": "x", "unknown": 4}}, LMConfig),
+        ({"model": {"init_from": "x", "remat": True}}, None),
+    ],
+)
+def test_a_config_tells_its_program(values, cls):
+    if cls:
+        assert tokenizing.kind_of(values) is cls
+    else:
+        with pytest.raises(InputError, match=r"suits several programs: add a section"):
+            tokenizing.kind_of(values)
 
 
 @pytest.mark.parametrize(
