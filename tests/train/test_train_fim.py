@@ -48,6 +48,13 @@ def test_rearranged_documents_put_their_parts_in_codellamas_order(tokenizer):
     assert 180 < kinds["plain"] < 250 and kinds["psm"] > 70 and kinds["spm"] > 70
 
 
+@pytest.mark.parametrize(("rate", "same"), [(0.0, True), (0.5, False)])
+def test_the_seed_is_part_of_a_layout_that_rearranges(rate, same):
+    first, second = (CodeLayout(EOS_ID, None, Sentinels(1, 2, 3, 4), rate, seed) for seed in (0, 1))
+    assert (first.fingerprint == second.fingerprint) is same
+    assert (first.fingerprint == CodeLayout(EOS_ID).fingerprint) is same
+
+
 def test_rearranged_documents_are_tokenized_and_cached_separately(tokenizer, tmp_path):
     documents = [Document(f"d/{i}.py", f"x{i} = {i}\n" * 9) for i in range(40)]
     plain = prepare(documents, tokenizer, tmp_path)

@@ -47,7 +47,10 @@ class CodeLayout:
 
     @property
     def fingerprint(self) -> str:
-        return repr(dataclasses.astuple(self))
+        layout = self
+        if not self.fim_rate:  # then nothing is drawn, and no sentinel is written
+            layout = dataclasses.replace(self, sentinels=None, seed=0)
+        return repr(dataclasses.astuple(layout))
 
     def parts(self, document: Document) -> Sequence[str | int]:
         """The texts and ids of a document, in order."""
