@@ -255,6 +255,12 @@ def test_a_schedule_without_much_room_still_ends_at_its_final_rate(name, warmup)
     assert schedule_warning(cfg) is None
 
 
+@pytest.mark.parametrize(("fraction", "last"), [(0.0, 2.0), (0.01, 1.1), (0.02, 1.1), (0.03, 0.8)])
+def test_a_short_decay_lowers_the_rate_of_the_last_step(fraction, last):
+    cfg = Optim(warmup_steps=0, total_steps=100, decay_fraction=fraction, final_fraction=0.1)
+    np.testing.assert_allclose(schedule(cfg, 2.0)(99), last, rtol=1e-5)
+
+
 def test_a_schedule_that_never_leaves_warmup_says_so():
     warning = schedule_warning(Optim(warmup_steps=50, total_steps=20))
     assert "optim.warmup_steps=50" in warning and "40%" in warning

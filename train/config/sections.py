@@ -107,7 +107,7 @@ class Optim:
     schedule: Literal["wsd", "cosine"] = "wsd"
     warmup_steps: NotNegativeInt = 50
     decay_fraction: Fraction = 0.3  # wsd: the share of steps that anneal
-    final_fraction: Fraction = 0.02  # learning rate at the end, as a share of the peak
+    final_fraction: Fraction = 0.02  # learning rate after the last step, as a share of the peak
     total_steps: PositiveInt = 1000
     num_epochs: NotNegativeFloat = 0.0  # if above 0: so many epochs, instead of total_steps
     batch_size: PositiveInt = 16  # rows per micro-batch

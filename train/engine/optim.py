@@ -15,14 +15,16 @@ def schedule(cfg: Optim, peak: float) -> optax.Schedule:
     """The learning rate as a function of the step alone.
 
     Step 0 is the first. Its rate is ``peak / warmup_steps``, so that no step is lost at rate 0.
+    A decay reaches its end at step ``total_steps``, as in optax, PyTorch and transformers: one
+    after the last step.
 
     Args:
       peak: the learning rate after warmup.
 
     Schedules:
       wsd: warmup-stable-decay (arXiv 2404.06395). Linear warmup, then constant, then linear to
-        ``final_fraction`` of the peak over the last ``decay_fraction`` of the steps. If warmup
-        takes some of those steps, the decay has the rest.
+        ``final_fraction`` of the peak over the last ``decay_fraction`` of the steps, but two at
+        least. If warmup takes some of those steps, the decay has the rest.
       cosine: linear warmup, then a cosine to ``final_fraction`` of the peak.
     """
     final = peak * cfg.final_fraction
@@ -33,9 +35,11 @@ def schedule(cfg: Optim, peak: float) -> optax.Schedule:
         cosine = optax.cosine_decay_schedule(peak, after_warmup, cfg.final_fraction)
         return optax.join_schedules([ramp, cosine], [warmup])
 
-    decay = max(1, round(cfg.total_steps * cfg.decay_fraction))
+    decay = round(cfg.total_steps * cfg.decay_fraction)
+    if cfg.decay_fraction:
+        decay = max(2, decay)  # the first step of a decay still has the peak
     start = max(warmup, cfg.total_steps - decay)
-    # The decay ends at the last step, also if a long warmup leaves it fewer steps.
+    # The decay ends with the steps, also if a long warmup leaves it fewer of them.
     decay = max(1, cfg.total_steps - start)
     phases = [
         ramp,
