@@ -12,6 +12,7 @@ import re
 import resource
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from specjax._util.errors import InputError
 from support.training import logged, repeatable, small_tokenizer
@@ -598,6 +600,21 @@ def test_checkpoints_by_time_are_added_to_those_by_steps(tmp_path, minutes, save
     train(tmp_path, steps=8, save_every=1000, checkpoint_minutes=minutes, keep=9)
     there = (tmp_path / "checkpoints").glob("[0-9]*")
     assert sorted(int(path.name) for path in there) == saved
+
+
+@pytest.mark.parametrize("done", [0, 3])
+def test_event_files_hide_the_events_of_an_earlier_try(tmp_path, done):
+    TensorBoard(Run(dir=str(tmp_path)), done).close()
+    (file,) = (tmp_path / "events").iterdir()
+    content = file.read_bytes()
+    starts = []
+    while content:
+        (size,) = struct.unpack("<Q", content[:8])
+        event = Event.FromString(content[12 : 12 + size])
+        content = content[16 + size :]
+        if event.HasField("session_log"):
+            starts.append((event.session_log.status, event.step))
+    assert starts == [(SessionLog.START, done + 1)]
 
 
 def test_event_files_hold_each_item_of_a_list(tmp_path):

@@ -47,7 +47,8 @@ class TensorBoard:
         from tensorboardX import SummaryWriter
 
         directory = str(Path(run.dir) / "events")
-        self._writer = SummaryWriter(directory, purge_step=done + 1 if done else None)
+        # Also of a try that was killed before its first checkpoint.
+        self._writer = SummaryWriter(directory, purge_step=done + 1)
         if recipe is not None:
             # Indented by four spaces, Markdown shows it as it is.
             lines = json.dumps(recipe, indent=1).splitlines()
