@@ -242,6 +242,9 @@ def test_a_signal_stops_an_evaluation_and_the_resumed_run_makes_up_for_it(tmp_pa
             resume = number > 1
             cut = train(tmp_path / "cut", steps=20, valid=valid, eval_every=10, resume=resume)
         assert (cut.step, cut.finished) == (10, False)
+    # Killed after the evaluation, and before the next checkpoint.
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "cut", steps=20, valid=valid, eval_every=10, resume=True, end=12)
     train(tmp_path / "cut", steps=20, valid=valid, eval_every=10, resume=True)
     assert repeatable(tmp_path / "cut") == repeatable(tmp_path / "whole")
 

@@ -216,7 +216,9 @@ def fit(
         best = first
     checkpoints.best_step = best.step
     frozen = placement.place_state(frozen)
-    metrics = _open_metrics(run, log, state.step, recipe)
+    # Older checkpoints lack this.
+    must_evaluate = begun.note.get("must_evaluate", False)
+    metrics = _open_metrics(run, log, state.step, must_evaluate, recipe)
     placed = placement.step_shardings(state.params, state.opt_state)
     training = _Training(
         run=run,
@@ -238,8 +240,8 @@ def fit(
         metrics=metrics,
         state=state,
         unlogged=begun.unlogged,
-        # Older checkpoints lack these.
-        must_evaluate=begun.note.get("must_evaluate", False),
+        must_evaluate=must_evaluate,
+        # Older checkpoints lack this, too.
         skipped=begun.note.get("skipped", 0),
         watch=Stopwatch(begun.note.get("seconds")),
         best=best,
@@ -531,12 +533,14 @@ class _Training:
             _save_state(self.checkpoints, self.state, self.unlogged, note)
 
 
-def _open_metrics(run: Run, log: Path, step: int, recipe: dict[str, Any] | None) -> Metrics:
+def _open_metrics(
+    run: Run, log: Path, step: int, must_evaluate: bool, recipe: dict[str, Any] | None
+) -> Metrics:
     """The run's log. Of several processes, only the first writes one."""
     leads = processes.is_main_process()
     trackers = open_trackers(run, step, recipe) if leads else []
     path = log if leads else None
-    return processes.raise_everywhere(lambda: Metrics(path, keep_through=step, trackers=trackers))
+    return processes.raise_everywhere(lambda: Metrics(path, step, trackers, must_evaluate))
 
 
 class _Begun(NamedTuple):

@@ -120,12 +120,19 @@ class Metrics:
     Args:
       path: the file; None: nothing is written.
       keep_through: a resumed run keeps the records up to this step and writes later ones again.
+      evaluates_again: whether it also writes the held-out record of that step again.
 
     Raises:
       InputError: the file of an earlier try cannot be read; it stays as it is.
     """
 
-    def __init__(self, path: Path | None, keep_through: int, trackers: Sequence[Tracker] = ()):
+    def __init__(
+        self,
+        path: Path | None,
+        keep_through: int,
+        trackers: Sequence[Tracker] = (),
+        evaluates_again: bool = False,
+    ):
         self._path = path
         self._trackers = trackers
         if path is None:
@@ -133,6 +140,8 @@ class Metrics:
         kept = []
         if keep_through and path.exists():
             kept = [record for record in read_metrics(path) if record["step"] <= keep_through]
+        if evaluates_again:
+            kept = [x for x in kept if x["step"] < keep_through or "valid_loss" not in x]
         write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
 
     def write(self, **record: Any) -> None:
