@@ -89,7 +89,8 @@ def text_config(config: hf_config.Config) -> hf_config.Config:
     if isinstance(family, str):
         sizes = _DEFAULT_SIZES.get(family)
         if sizes is not None:
-            text = dict(zip(_SIZES, sizes, strict=True)) | text
+            defaults: hf_config.Config = dict(zip(_SIZES, sizes, strict=True))
+            text = defaults | text
         family = _TEXT_FAMILY.get(family, family)
     if not isinstance(family, str) or family in MODEL_TYPES:
         raise ModelError("config.json: text_config is missing, or names no model of text")
