@@ -23,11 +23,13 @@ from specjax.core.types import NO_TOKEN, Cutoffs, Inputs, PathSettings, Warp
 
 LEAST = 1e-30  # smallest top_p: far below, float32 makes it 0, which would keep no token
 # Lists of ids are padded to these lengths, so that usual requests share a program. A longer list is
-# padded to the next power of two, and compiles once.
+# padded to GROWTH times as many, or GROWTH² times, and compiles once. These are far apart, because
+# the clients of a server choose the lengths, and each combination has programs of its own.
 USUAL_BIASES = 512
-USUAL_STOP_IDS = 8
+USUAL_STOP_IDS = 16
 USUAL_WORDS = 16
 USUAL_WORD_LENGTH = 8
+GROWTH = 16
 
 _CUTOFFS = ("min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_n_sigma")
 _WARP = ("temperature", "top_k", "top_p")
@@ -232,15 +234,17 @@ def _column(rows: Sequence[Sequence[tuple]], index: int, fill: Any, dtype: Any):
 
 
 def _padded(rows: Sequence[Sequence[Any]], fill: Any, usual: int) -> list[list[Any]]:
-    """Rows of one length: ``usual``, or a power of two if one of them is longer."""
+    """Rows of one length, that of :func:`_size` for the longest of them."""
     size = _size(max(map(len, rows)), usual)
     return [[*row, *[fill] * (size - len(row))] for row in rows]
 
 
 def _size(longest: int, usual: int) -> int:
-    if longest <= usual:
-        return usual
-    return 1 << (longest - 1).bit_length()
+    """``usual``, times a power of ``GROWTH`` if ``longest`` is more."""
+    size = usual
+    while size < longest:
+        size *= GROWTH
+    return size
 
 
 def _floats(rows: Sequence[Sampling], name: str):

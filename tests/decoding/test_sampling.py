@@ -55,6 +55,22 @@ CUTOFFS = {
 }
 
 
+def test_lists_of_any_length_have_few_shapes():
+    """Each has programs of its own, and a server's clients choose the lengths."""
+    shapes = set()
+    for count in (1, 9, 16, 17, 100, 600, 1024, 2000, 8192):
+        ids = tuple(range(count))
+        lists = {"stop_token_ids": ids[:16], "allowed_token_ids": ids, "bad_words": (ids[:128],)}
+        path = stacked([sj.Sampling(**lists)]).path
+        shapes.add((path.stop_ids.shape, path.bias_ids.shape, path.bad_words.shape))
+    stops = (1, 16)
+    assert shapes == {
+        (stops, (1, 512), (1, 16, 8)),
+        (stops, (1, 512), (1, 16, 128)),
+        (stops, (1, 8192), (1, 16, 128)),
+    }
+
+
 def tiny(layers):
     """Config and params of a tiny random model."""
     cfg = ModelConfig.llama(
