@@ -34,6 +34,21 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("any machine")
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--deadline",
+        type=float,
+        metavar="SECONDS",
+        help="begin no test after this time, in seconds since 1970; what is left counts as skipped",
+    )
+
+
+def pytest_runtest_setup(item):
+    deadline = item.config.getoption("--deadline")
+    if deadline and time.time() > deadline:
+        pytest.skip("not begun: --deadline has passed")
+
+
 @pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
 def pytest_collection_modifyitems(items):
     leave_to_sweeps(items)
