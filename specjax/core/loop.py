@@ -158,7 +158,7 @@ def begin_prefill(method: Method, logprobs: bool):
                 return jax.tree.map(jnp.copy, old)
             return new
 
-        # The requests may differ in whether they have counts; those of the new one stay.
+        # A kept state has no counts; those of the new one stay.
         prefix = prefix.replace(counts=state.counts)
         return jax.tree.map(take_cache, state, prefix, is_leaf=is_cache)
 

@@ -69,6 +69,11 @@ class Prefill:
         return self._state is not None
 
     @property
+    def _kept_state(self) -> DecodeState:
+        """The state for the prefix cache: without counts, which each request has of its own."""
+        return self.state.replace(counts=None)
+
+    @property
     def _num_tokens(self) -> int:
         """Tokens of the prompts of the requests being prefilled."""
         return sum(len(request.tokens) for request in self.requests if request is not None)
@@ -110,7 +115,7 @@ class Prefill:
     def warm_up(self, request: Request, largest_chunk: int) -> None:
         """Compiles every chunk size, and the beginning of a prompt with a known prefix."""
         self.begin([request] * self._engine.data_parallel_size)
-        self._begin_from(self.state)
+        self._begin_from(self._kept_state)
         sizes = set()
         for left in chunk_sizes(largest_chunk):
             sizes.add(self._engine.chunk_size(left, len(self.requests)))
@@ -147,7 +152,7 @@ class Prefill:
         if self.done:
             steps.tell(steps.PREFILL, self._num_tokens, self._num_tokens)
             prompts = [row.tokens for row in self._rows]
-            self.prefix_cache.insert(prompts, self.cached, self.state)
+            self.prefix_cache.insert(prompts, self.cached, self._kept_state)
 
 
 def _pad(requests: Sequence[Request | None]) -> list[Request]:

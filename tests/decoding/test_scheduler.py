@@ -15,6 +15,7 @@ from specjax.core import loop
 from specjax.runtime import prefix_cache, scheduler
 from specjax.runtime.engine import Request
 from specjax.runtime.generate import make_engine, make_rows
+from specjax.runtime.prefill import Prefill
 from specjax.runtime.prefix_cache import MIN_PREFIX, PrefixCache, common_prefix
 from specjax.runtime.scheduler import Bounds, Scheduler
 from specjax.runtime.warmup import warm_up_all_lengths, warm_up_aside
@@ -146,6 +147,22 @@ def test_a_new_state_takes_the_place_of_the_last(target, monkeypatch, part):
         monkeypatch.setattr(loop, "begin_prefill", lambda *_: begin)
     decoded(running, *[a_request(3, 2, number) for number in range(3)])
     assert was_free == [True]
+
+
+def test_kept_prompts_have_no_counts_of_tokens(target):
+    """They have an entry per token of the vocabulary, and each request has its own."""
+    engine = make_engine(target, None, sj.method("autoregressive"), {})
+    prefill = Prefill(engine, sj.Sampling(), 128, False, prefixes=1)
+    first = a_request(40, 4, 0)
+    first = dataclasses.replace(first, sampling=sj.Sampling(presence_penalty=1.0))
+    prefill.begin([first])
+    while not prefill.done:
+        prefill.run_chunk()
+    kept, _ = prefill.prefix_cache.lookup([first.tokens])
+    assert kept.counts is None and prefill.state.counts is not None
+    tokens = np.append(first.tokens, first.tokens[:20])
+    prefill.begin([dataclasses.replace(first, tokens=tokens)])
+    assert prefill.cached == 39 and prefill.state.counts is not None
 
 
 def test_slots_are_filled_in_place(target):
