@@ -32,6 +32,7 @@ MAX_TOKENS = 8192  # of a prefill pass, over all rows
 # so its writes must not reach what its first token still sees; and the padding of a prompt's last
 # chunk may be written past the prompt's end. Each takes one pass of the largest size.
 RING_SPARE = 2 * MAX_CHUNK
+MOVED = MIN_CAPACITY  # cache positions that are moved at a time; it divides every buffer's size
 
 
 @struct.dataclass
@@ -273,6 +274,35 @@ def commit_path(cache: KVCache, start: Int[Array, "B"], path: Int[Array, "B D+1"
         return _writer(is_ring)(buffer, entries, start)
 
     return _map_layers(move, cache)
+
+
+def take_rows(
+    cache: KVCache, source: Int[Array, "B"], first: Int[Array, ""], last: Int[Array, ""]
+) -> KVCache:
+    """Row b becomes row ``source[b]``; rows that replace each other are equal before ``first``.
+
+    Only positions ``first`` to ``last`` are moved, in blocks of :data:`MOVED`, so that a loop
+    writes them in place: a gather of whole rows makes a second cache, which it would copy back. A
+    ring is gathered as a whole.
+    """
+
+    def move_block(block: Int[Array, ""], cache: KVCache) -> KVCache:
+        def move(layer: int, buffer: Array) -> Array:
+            if cache.is_ring(layer):
+                return buffer
+            begin = block * MOVED
+            taken = jax.lax.dynamic_slice_in_dim(buffer, begin, MOVED, axis=2)[source]
+            # A fusion that reads the buffer and writes to it would write to a copy.
+            taken = jax.lax.optimization_barrier(taken)
+            return jax.lax.dynamic_update_slice_in_dim(buffer, taken, begin, axis=2)
+
+        return _map_layers(move, cache)
+
+    def gather_ring(layer: int, buffer: Array) -> Array:
+        return buffer[source] if cache.is_ring(layer) else buffer
+
+    cache = jax.lax.fori_loop(first // MOVED, -(-last // MOVED), move_block, cache)
+    return _map_layers(gather_ring, cache)
 
 
 def resize(tree: Any, capacity: int) -> Any:

@@ -26,6 +26,7 @@ from specjax.core.types import FROM_TARGET, STOP_EOS, STOP_LENGTH, DecodeState, 
 from specjax.core.warp import draw_joint, tempered, truncate, warp
 from specjax.draft.beam import JOINTS
 from specjax.models import KVCache
+from specjax.models.cache import take_rows
 
 SAMPLED = (*JOINTS, "transformers")  # the joints that a sampled row can draw from
 NEVER = "never"
@@ -135,6 +136,9 @@ class BeamSearch(Method):
         parent = _gather(source, order)
         cache_row = jnp.arange(parent.shape[0])[:, None] * self.beams + parent
         generated = beam.generated + 1
+        # The beams of a row have the same prompt. Its last token is the first that is not cached.
+        first = jnp.where(state.done, state.capacity, state.length - 1).min()
+        last = jnp.where(state.done, 0, state.length - 1 + generated).max()
         penalty = inputs.settings["length_penalty"]
         # Rows that have ended keep what they have found, while others go on.
         closing = ended & ~state.done[:, None]
@@ -154,7 +158,7 @@ class BeamSearch(Method):
             better &= ~is_finished.all(-1, keepdims=True)
         improvable = beam.improvable & jnp.any(better, axis=-1)
         after = BeamState(
-            cache=jax.tree.map(lambda x: x[cache_row.reshape(-1)], cache),
+            cache=take_rows(cache, cache_row.reshape(-1), first, last),
             running=running,
             finished=finished,
             is_finished=is_finished,

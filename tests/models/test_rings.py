@@ -24,7 +24,7 @@ from specjax.models import (
     param_shapes,
 )
 from specjax.models.attention import dense
-from specjax.models.cache import commit_path, resize, ring_capacity, row_bytes
+from specjax.models.cache import commit_path, resize, ring_capacity, row_bytes, take_rows
 from specjax.runtime.prefix_cache import common_prefix
 from support.variant_models import logits_jit
 
@@ -57,6 +57,30 @@ def prefilled(lm, tokens, upto, capacity, dtype, width=16):
             held, np.stack([t[s : s + width] for t, s in zip(tokens, start, strict=True)]), start
         )
     return held
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_rows_are_taken_from_where_they_differ(small, dtype):
+    """Pairs of rows with one beginning; the positions are inside of two blocks, and of a ring."""
+    small()
+    lm = tiny_lm(0, **SLIDING)
+    held = init_cache(lm.config, 4, 512, dtype)
+    assert held.is_ring(0) and not held.is_ring(1)
+    generator = np.random.default_rng(0)
+
+    def fill(buffer):
+        entries = generator.integers(-9, 9, buffer.shape).astype(buffer.dtype)
+        entries[1::2, :, :140] = entries[::2, :, :140]
+        return jnp.asarray(entries)
+
+    held = jax.tree.map(fill, held)
+    source = jnp.asarray([1, 1, 3, 2])
+    got = jax.jit(take_rows)(held, source, 140, 300)
+    for layer, upto in ((0, RING), (1, 300)):
+        taken = (got.k[layer], got.v[layer])
+        before = (held.k[layer], held.v[layer])
+        for ours, old in zip(jax.tree.leaves(taken), jax.tree.leaves(before), strict=True):
+            np.testing.assert_array_equal(ours[:, :, :upto], old[source][:, :, :upto])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])

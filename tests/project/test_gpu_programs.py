@@ -87,9 +87,8 @@ def test_greedy_rounds_are_one_graph_too():
     # Passes of several widths are loops of one turn.
     (lookup,) = measured("lookup", *greedy, "--pass-width", "1")
     check_one_graph([speculative, beam, lookup])
-    assert speculative["cache copies"] == lookup["cache copies"] == "0"
-    # Beams change places, so their caches move: keys and values are copied once after the gather.
-    assert beam["cache copies"] == "2"
+    # Beams change places, and their caches move in place.
+    assert {row["cache copies"] for row in (speculative, beam, lookup)} == {"0"}
 
 
 def test_a_step_on_long_rows_waits_for_nothing():
