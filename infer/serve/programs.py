@@ -102,9 +102,9 @@ class Programs:
         self._begun -= dropped
         # With log-probabilities and without, a method's programs are dropped together.
         in_use = {method for method, _ in kept}
-        unused = {method for method, _ in dropped} - in_use
-        if unused:
-            forget(unused, in_use)
+        forgotten = {method for method, _ in dropped} - in_use
+        if forgotten:
+            forget(forgotten, in_use)
             self._freed = True
         self._shapes = {
             key: shapes
