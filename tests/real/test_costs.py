@@ -97,6 +97,7 @@ def test_a_benchmark_writes_its_first_result_long_before_its_end(tmp_path):
 
 
 @reads_memory
+@pytest.mark.sweep  # it compiles for all lengths, which takes minutes
 def test_a_servers_memory_stays_within_its_bound():
     """64 clients come at once, to a server that has compiled its programs before."""
     installed_file("smollm2")
