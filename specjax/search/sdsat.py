@@ -57,6 +57,7 @@ class TwoStep(Method):
 
     @property
     def extra_positions(self) -> int:
+        """Cache positions that the target's ``init`` may fill, beyond a row's own tokens."""
         return self.target.extra_positions
 
     @property

@@ -171,14 +171,15 @@ def test_a_server_takes_it_for_requests_that_say_nothing(directory, capsys, argv
 @pytest.mark.torch
 def test_a_peer_is_not_penalized(directory):
     pytest.importorskip("torch")
-    from infer.bench.peer_process import decode
+    from infer.bench.peer_process import PeerJob, decode
     from infer.bench.peer_transformers import load, make_mode
 
     prompts = [[5, 6, 7], [8, 9]]
+    job = PeerJob("", None, prompts, 12, 4, [], threads=2, on_cpu=True, dtype="float32")
     penalized = directory({"repetition_penalty": 5.0, "no_repeat_ngram_size": 1})
-    got = decode(make_mode(load(penalized)), prompts, 12)["tokens"]
+    got = decode(make_mode(load(penalized, job)), prompts, 12)["tokens"]
     plain = directory({})
-    assert got == decode(make_mode(load(plain)), prompts, 12)["tokens"]
+    assert got == decode(make_mode(load(plain, job)), prompts, 12)["tokens"]
     ours = sj.generate(sj.load(plain), prompts, max_new_tokens=12)
     assert got == [ids.tolist() for ids in ours.tokens]
 
