@@ -39,14 +39,14 @@ def pytest_addoption(parser):
         "--deadline",
         type=float,
         metavar="SECONDS",
-        help="begin no test after this time, in seconds since 1970; what is left counts as skipped",
+        help="begin no test after this time, in seconds since 1970; -rs names what is left",
     )
 
 
 def pytest_runtest_setup(item):
     deadline = item.config.getoption("--deadline")
     if deadline and time.time() > deadline:
-        pytest.skip("not begun: --deadline has passed")
+        pytest.skip(f"not begun before --deadline: {item.nodeid}")  # -rs then names each
 
 
 @pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks

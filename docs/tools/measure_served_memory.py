@@ -3,7 +3,7 @@
 It starts ``python -m infer.serve --warm-up``, so that all programs are compiled before the first
 client. Then all clients come at once, each with a long prompt of its own. It prints in MiB what the
 server took before and after them, the most on the way, and the bound that the server itself states:
-``specjax_most_bytes`` of its metrics. It needs Linux.
+``specjax_kv_cache_max_bytes`` of its metrics. It needs Linux.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _served(pid: int, port: int, clients: int) -> dict[str, float]:
     time.sleep(SETTLED)
     ended.set()
     watcher.join()
-    bound = metric(port, "most_bytes") / 2**20
+    bound = metric(port, "kv_cache_max_bytes") / 2**20
     return {"before": before, "after": memory(pid), "most": max(looks), "bound": bound}
 
 

@@ -348,7 +348,7 @@ class Admission:
         return min(self.prefixes, free // self._bytes(engine, engine.data_parallel_size))
 
     @property
-    def most_bytes(self) -> int:
+    def kv_cache_max_bytes(self) -> int:
         """The most bytes that the default method's slots, a prefill and kept prompts can need.
 
         While slots grow to the next length, those before are still there. Compiled programs and

@@ -59,8 +59,10 @@ class PrometheusMetrics:
         self._schedulers = self._new(
             Gauge, "flights", "Methods, with their options, that hold batch slots in memory"
         )
-        self._most_bytes = self._new(
-            Gauge, "most_bytes", "What slots, a prefill and kept prompts of the default method need"
+        self._kv_cache_max_bytes = self._new(
+            Gauge,
+            "kv_cache_max_bytes",
+            "The most that slots, a prefill and kept prompts of the default method take",
         )
 
     def _new(self, kind: type, name: str, text: str, labels=(), **options):
@@ -69,7 +71,7 @@ class PrometheusMetrics:
 
     def watch(self, engine: EngineThread, admission: Admission) -> None:
         """Reads the gauges from this engine whenever the page is asked for."""
-        self._most_bytes.set_function(lambda: admission.most_bytes)
+        self._kv_cache_max_bytes.set_function(lambda: admission.kv_cache_max_bytes)
         self._waiting.set_function(lambda: engine.num_waiting)
         self._running.set_function(lambda: engine.num_running)
         self._schedulers.set_function(lambda: engine.num_schedulers)

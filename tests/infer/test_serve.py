@@ -29,6 +29,7 @@ from infer.serve.engine_thread import VariantQueue
 from infer.serve.schemas import CompletionBody
 from infer.serve.server import _decode_one
 from specjax._util.errors import OptionError
+from specjax.models.cache import bucket, row_bytes
 from support.serving import TIMEOUT, Running, openai_client, served_models, serving, until
 from support.tools import load
 
@@ -411,6 +412,9 @@ def test_models_health_metrics(server, client):
     counted = dict(line.rsplit(" ", 1) for line in page.splitlines() if line[0] != "#")
     assert float(counted['specjax_written_tokens_total{method="autoregressive"}']) >= 3
     assert counted["specjax_rows_in_flight"] == counted["specjax_rows_waiting"] == "0.0"
+    admission = server.admission
+    row = row_bytes(server.target.config, bucket(admission.bounds.total), "float32")
+    assert float(counted["specjax_kv_cache_max_bytes"]) > admission.size * row
 
 
 def counters(server):
