@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +33,7 @@ MAX_TOKENS = 8192  # of a prefill pass, over all rows
 # so its writes must not reach what its first token still sees; and the padding of a prompt's last
 # chunk may be written past the prompt's end. Each takes one pass of the largest size.
 RING_SPARE = 2 * MAX_CHUNK
-MOVED = MIN_CAPACITY  # cache positions that are moved at a time; it divides every buffer's size
+MOVED = MIN_CAPACITY  # cache positions that are moved at a time
 
 
 @struct.dataclass
@@ -285,13 +286,16 @@ def take_rows(
     writes them in place: a gather of whole rows makes a second cache, which it would copy back. A
     ring is gathered as a whole.
     """
+    # No block may reach beyond the end: it would be moved to the left, onto what has moved.
+    capacity = max(buffer.shape[2] for buffer in cache.k)
+    size = math.gcd(MOVED, capacity)
 
     def move_block(block: Int[Array, ""], cache: KVCache) -> KVCache:
         def move(layer: int, buffer: Array) -> Array:
             if cache.is_ring(layer):
                 return buffer
-            begin = block * MOVED
-            taken = jax.lax.dynamic_slice_in_dim(buffer, begin, MOVED, axis=2)[source]
+            begin = block * size
+            taken = jax.lax.dynamic_slice_in_dim(buffer, begin, size, axis=2)[source]
             # A fusion that reads the buffer and writes to it would write to a copy.
             taken = jax.lax.optimization_barrier(taken)
             return jax.lax.dynamic_update_slice_in_dim(buffer, taken, begin, axis=2)
@@ -301,7 +305,7 @@ def take_rows(
     def gather_ring(layer: int, buffer: Array) -> Array:
         return buffer[source] if cache.is_ring(layer) else buffer
 
-    cache = jax.lax.fori_loop(first // MOVED, -(-last // MOVED), move_block, cache)
+    cache = jax.lax.fori_loop(first // size, -(-last // size), move_block, cache)
     return _map_layers(gather_ring, cache)
 
 

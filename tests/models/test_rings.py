@@ -60,11 +60,12 @@ def prefilled(lm, tokens, upto, capacity, dtype, width=16):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_rows_are_taken_from_where_they_differ(small, dtype):
+@pytest.mark.parametrize("capacity", [512, 301])  # that a block divides, or not
+def test_rows_are_taken_from_where_they_differ(small, capacity, dtype):
     """Pairs of rows with one beginning; the positions are inside of two blocks, and of a ring."""
     small()
     lm = tiny_lm(0, **SLIDING)
-    held = init_cache(lm.config, 4, 512, dtype)
+    held = init_cache(lm.config, 4, capacity, dtype)
     assert held.is_ring(0) and not held.is_ring(1)
     generator = np.random.default_rng(0)
 
