@@ -16,7 +16,7 @@ from specjax.core import probs, vocabulary
 from specjax.core.protocols import TargetDist
 from specjax.core.scoring import score
 from specjax.models.cache import commit_path
-from specjax.target.node_law import allowed_logits, node_law
+from specjax.target.node_law import node_law, possible_logits
 
 ORIGINAL = "original"
 IMPROVED = "improved"
@@ -77,8 +77,8 @@ class Contrastive(TargetDist):
         assert amateur_logits is not None, "MethodSpec.build pairs it with a drafter of logits"
         alpha = inputs.settings["alpha"]
         beta = inputs.settings["beta"]
-        # A token is plausible beside those that a grammar allows. Others may all be more likely.
-        logits = allowed_logits(draft, logits)
+        # A token is plausible beside those that may follow. Others may all be more likely.
+        logits = possible_logits(inputs, state, draft, logits)
         scores = contrast(logits, amateur_logits, alpha, beta, self.variant)
         return node_law(inputs, state, draft, scores), cache
 

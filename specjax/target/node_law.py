@@ -19,10 +19,25 @@ def node_law(
     A grammar's mask comes first, so bans that would leave nothing of it are dropped.
     """
     logits = allowed_logits(draft, logits)
-    if inputs.warp.path is not None:
-        paths = tree.paths(draft.tokens, draft.parents, draft.shape.depth)
-        logits = path_logits(inputs, state, logits, paths)
-    return warp(logits, inputs.warp)
+    return warp(_under_path_settings(inputs, state, draft, logits), inputs.warp)
+
+
+def possible_logits(
+    inputs: Inputs, state: DecodeState, draft: Draft, logits: Float[Array, "B N V"]
+) -> Float[Array, "B N V"]:
+    """The logits of tokens that may follow; −inf for those that a grammar or a ban excludes."""
+    logits = allowed_logits(draft, logits)
+    changed = _under_path_settings(inputs, state, draft, logits)
+    return jnp.where(changed > probs.NEVER, logits, probs.NEVER)
+
+
+def _under_path_settings(
+    inputs: Inputs, state: DecodeState, draft: Draft, logits: Float[Array, "B N V"]
+) -> Float[Array, "B N V"]:
+    if inputs.warp.path is None:
+        return logits
+    paths = tree.paths(draft.tokens, draft.parents, draft.shape.depth)
+    return path_logits(inputs, state, logits, paths)
 
 
 def allowed_logits(draft: Draft, logits: Float[Array, "B N V"]) -> Float[Array, "B N V"]:

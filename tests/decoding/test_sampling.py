@@ -247,6 +247,23 @@ def test_only_allowed_tokens_are_left_and_bans_of_everything_are_dropped():
     np.testing.assert_allclose(law_of(nothing, tokens, 9, logits)[0], -np.log(VOCAB), atol=1e-5)
 
 
+@pytest.mark.parametrize("method", ["contrastive", "scd", "block-scd", "tree-scd"])
+def test_bans_act_before_a_contrastive_target_asks_what_is_plausible(method):
+    """Only the likeliest tokens are plausible: a ban of them all would count for nothing."""
+    target, draft = pair()
+    prompts = PROMPTS[:4].tolist()
+
+    def written(**given):
+        sampling = sj.Sampling(ignore_eos=True, **given)
+        how = {"draft": draft, "method": method, "options": {"alpha": 0.9}, "max_new_tokens": 8}
+        rows = sj.generate(target, prompts, sampling=sampling, **how)
+        return np.array([row.tokens for row in rows])
+
+    favorites = tuple(np.unique(written()).tolist())
+    assert not np.isin(written(suppress_tokens=favorites), favorites).any()
+    assert np.isin(written(allowed_token_ids=(20, 21, 22)), (20, 21, 22)).all()
+
+
 def test_ends_of_each_row():
     rows = [sj.Sampling(), sj.Sampling(ignore_eos=True), sj.Sampling(stop_token_ids=(9,))]
     inputs = Inputs.of(pair()[0], None, sj.Sampling(), 3).replace(warp=stacked(rows))
