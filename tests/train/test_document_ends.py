@@ -1,13 +1,15 @@
 """EOS and BOS are those of the tokenizer or the checkpoint, and ids may have holes."""
 
+import dataclasses
 import json
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
 from specjax._util.errors import InputError
+from specjax.models import ModelConfig
 from support.training import TINY_LM, logged, overrides
-from train.data.document_ends import tokenizer_ends
+from train.data.document_ends import checkpoint_ends, tokenizer_ends
 from train.data.encoding import Plain, TextEncoder
 from train.data.reading import Document
 from train.data.tokenizer import id_count
@@ -52,6 +54,19 @@ def test_bos_is_what_the_template_writes(tmp_path):
     assert ends == (tokenizer.token_to_id("</s>"), begin)
     ((_, (ids,)),) = TextEncoder(tokenizer.to_str(), Plain(*ends))([Document("d", "ab")])
     assert ids.tolist() == [begin, LETTERS["a"], LETTERS["b"], ends.eos_id]
+
+
+def test_a_checkpoints_bos_counts_where_the_template_begins_with_it():
+    tokenizer = letters("<s>", "<x>", "</s>")
+    bos, x, eos = (tokenizer.token_to_id(token) for token in ("<s>", "<x>", "</s>"))
+    sizes = {"hidden_size": 8, "num_layers": 1, "num_heads": 2, "intermediate_size": 8}
+    cfg = ModelConfig.llama(vocab_size=40, **sizes)
+    cfg = dataclasses.replace(cfg, bos_id=bos, eos_ids=(eos,))
+    for template, expected in [("<s> <x> $A", bos), ("<x> $A", None), ("$A", None)]:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=template, special_tokens=[("<s>", bos), ("<x>", x)]
+        )
+        assert checkpoint_ends(cfg, tokenizer, "name") == (eos, expected)
 
 
 @pytest.mark.parametrize(("template", "begins"), [("$A </s>", False), ("<s> $A </s>", True)])

@@ -73,6 +73,7 @@ RULES = (
 OF_ONE_PROGRAM = {
     "run.sample_tokens": ("train.lm", "distill"),
     "mesh.memory_gib": ("train.sdsat", "sdsat"),
+    "mesh.topology": ("train.sdsat", "sdsat"),
 }
 
 

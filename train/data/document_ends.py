@@ -34,15 +34,18 @@ def checkpoint_ends(name: str, model: ModelConfig, tokenizer: Tokenizer) -> Docu
     """
     if not model.eos_ids:
         raise InputError(f"model.init_from={name!r}: config.json names no eos_token_id")
-    bos = model.bos_id if _id_before_text(tokenizer) == model.bos_id else None
+    bos = model.bos_id if model.bos_id in _ids_before_text(tokenizer)[:1] else None
     return DocumentEnds(model.eos_ids[0], bos)
 
 
-def _id_before_text(tokenizer: Tokenizer) -> int | None:
-    """The one id that the tokenizer's template writes before a text; None: it writes none."""
+def _ids_before_text(tokenizer: Tokenizer) -> list[int]:
+    """The ids that the tokenizer's template writes before a text."""
     plain = tokenizer.encode("a", add_special_tokens=False).ids
     whole = tokenizer.encode("a").ids
-    return whole[0] if whole[1 : 1 + len(plain)] == plain and whole[: len(plain)] != plain else None
+    for start in range(len(whole) - len(plain) + 1):
+        if whole[start : start + len(plain)] == plain:
+            return whole[:start]
+    return []
 
 
 def tokenizer_ends(tokenizer: Tokenizer, path: str, eos: str) -> DocumentEnds:
@@ -50,7 +53,7 @@ def tokenizer_ends(tokenizer: Tokenizer, path: str, eos: str) -> DocumentEnds:
 
     EOS is the first that there is: the token ``eos``; ``eos_token`` of a tokenizer_config.json
     beside the tokenizer; the only special token whose name is known to end texts. BOS is what the
-    tokenizer's template writes before a text, if anything.
+    tokenizer's template writes before a text, if that is one token.
 
     Args:
       path: the tokenizer's file; empty: it was trained for this run.
@@ -59,7 +62,8 @@ def tokenizer_ends(tokenizer: Tokenizer, path: str, eos: str) -> DocumentEnds:
     Raises:
       InputError: no such token, or nothing says which token is EOS.
     """
-    bos = _id_before_text(tokenizer)
+    before = _ids_before_text(tokenizer)
+    bos = before[0] if len(before) == 1 else None
     if eos:
         return DocumentEnds(_id_of(tokenizer, eos, f"tokenizer.eos={quoted(eos)}"), bos)
 

@@ -128,7 +128,8 @@ def _measure(
         return _measure_drafts(cfg, setup, placement)
     if cfg.run.keep_best == "accepted":
         raise InputError(
-            'run.keep_best="accepted" needs evaluations that decode: set distill.decode_prompts'
+            'run.keep_best="accepted" needs evaluations that decode a draft: '
+            "set distill.teacher and distill.decode_prompts"
         )
     prompts = held_out_prompts(setup.data, 1, setup.model.max_position - cfg.run.sample_tokens)
     if not cfg.run.sample_tokens or not prompts:
