@@ -9,6 +9,7 @@ server took before and after them, the most on the way, and the bound that the s
 from __future__ import annotations
 
 import argparse
+import collections
 import http.client
 import json
 import re
@@ -18,6 +19,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import IO
 
 import numpy as np
 from measure_server import memory, metric
@@ -43,10 +45,22 @@ def measure(target: str, clients: int) -> dict[str, float]:
     command += ["--dtype", "float32", "--quantize", "none", "--warm-up", *LIMITS]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
-            port = next(int(found[1]) for line in server.stderr if (found := URL.search(line)))
+            port = _port(server.stderr)
+            # What it writes is read, or it would wait with a full pipe.
+            threading.Thread(target=collections.deque, args=(server.stderr, 0)).start()
             return _served(server.pid, port, clients)
         finally:
             server.send_signal(signal.SIGTERM)
+
+
+def _port(log: IO[str]) -> int:
+    said = []
+    for line in log:
+        found = URL.search(line)
+        if found:
+            return int(found[1])
+        said.append(line)
+    raise SystemExit(f"the server ended: {''.join(said).strip()}")
 
 
 def _served(pid: int, port: int, clients: int) -> dict[str, float]:

@@ -37,6 +37,7 @@ from specjax._util.errors import OptionError, SpecjaxError
 from specjax._util.files import locked
 from specjax._util.program import Place
 from specjax.core.types import FROM_DRAFT, FROM_TARGET
+from support.pace import slowdown
 from support.running import run_main
 
 PROMPTS = ["def fib(n):", "class Tree:\n", "import os", "for i in range(", "x = [", "return"]
@@ -411,7 +412,7 @@ def test_sigterm_to_one_process_of_a_model_ends_both(pair, job_file, tmp_path, s
     for code, err in ended(both):
         assert code == 143 and "the rows so far are written" in err
         assert "Traceback" not in err
-    assert time.monotonic() - asked < 30
+    assert time.monotonic() - asked < 30 * slowdown()
     assert 0 < len(lines(out)) < len(PROMPTS)
     port = free_port()
     assert [code for code, _ in ended([begin(job, index, port) for index in range(2)])] == [0, 0]
@@ -472,7 +473,7 @@ def test_a_model_spans_two_processes(pair, job_file, tmp_path, capsys):
         kill_when_written(both[killed], out)
         died = time.monotonic()
         ((code, err),) = ended([both[1 - killed]])
-        assert code != 0 and time.monotonic() - died < 30
+        assert code != 0 and time.monotonic() - died < 30 * slowdown()
         if killed == 1:  # if it is 0, JAX's runtime may abort this process first
             assert code == 1 and "process 1 of 2 has died; start all of them again" in err
             assert "stack trace" not in err
@@ -637,7 +638,7 @@ def test_an_interrupt_is_130_whenever_it_comes(tmp_path, seconds):
     )
     command = [sys.executable, "-c", heeding, "--prompt", "def f(", "--out", out]
     process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
-    time.sleep(seconds)
+    time.sleep(seconds * slowdown())
     process.send_signal(signal.SIGINT)
     err = process.communicate()[1]
     assert (process.returncode, err) == (130, "")

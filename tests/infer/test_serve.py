@@ -706,7 +706,7 @@ def test_a_client_that_leaves_frees_its_rows(server, slowly, stream):
     waits.close()
     until(lambda: engine.num_waiting == 0)
     gone.close()
-    until(lambda: engine.num_running == 0, seconds=20)
+    until(lambda: engine.num_running == 0)
     page = server.ask("GET", "/metrics")[1].decode()
     assert float(re.search(r"^specjax_rows_left_total (\S+)$", page, re.M)[1]) >= 8
     out = generated(server, sampling=sj.Sampling(), max_new_tokens=12)

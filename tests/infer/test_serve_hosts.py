@@ -17,7 +17,8 @@ from infer.serve.follower import Follower
 from infer.serve.hosts import END, SIZE, Hosts
 from infer.serve.schemas import ChatBody, CompletionBody
 from infer.serve.server import assembled, follower_admission
-from support.serving import served_models, until
+from support.pace import slowdown
+from support.serving import TIMEOUT, served_models, until
 
 TEXT = "import jax\n\n\ndef step("
 LIMITS = ["--batch-size", "2", "--max-prompt", "200", "--max-output", "100", "--name", "tiny"]
@@ -140,7 +141,7 @@ def ask(port, **body):
         json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=120) as answer:
+    with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
         return json.load(answer)
 
 
@@ -168,16 +169,16 @@ def test_a_model_that_spans_two_processes_is_served(tiny_pair_dirs):
     both[1].send_signal(signal.SIGTERM)
     asked = time.monotonic()
     for process in both:
-        err = process.communicate(timeout=60)[1]
+        err = process.communicate(timeout=TIMEOUT)[1]
         assert process.returncode == 0 and "Traceback" not in err, err
-    assert time.monotonic() - asked < 30
+    assert time.monotonic() - asked < 30 * slowdown()
 
     both, port = start_both(target)
     both[1].kill()
     died = time.monotonic()
-    err = both[0].communicate(timeout=60)[1]
+    err = both[0].communicate(timeout=TIMEOUT)[1]
     assert both[0].returncode == 1 and "process 1 of 2 has died; start all of them again" in err
-    assert time.monotonic() - died < 30
+    assert time.monotonic() - died < 30 * slowdown()
     both[1].communicate()
 
 
@@ -187,6 +188,6 @@ def test_processes_with_other_models_end_with_one_line(tiny_pair_dirs, tmp_path)
     meeting, http = free_port(), free_port()
     both = [begin(tiny_pair_dirs[index], meeting, http, index) for index in range(2)]
     for process in both:
-        err = process.communicate(timeout=120)[1]
+        err = process.communicate(timeout=TIMEOUT)[1]
         assert process.returncode == 2 and "processes disagree on" in err, err
         assert "Traceback" not in err

@@ -236,7 +236,9 @@ def test_two_processes_may_compile_it_at_once(tmp_path):
     write_compiler(
         tmp_path,
         f'test "$1" = --version && exit; echo >> {log}; for out; do :; done\n'
-        f'head -c 1000 {compiled} > "$out"; sleep 2; cat {compiled} > "$out"',
+        f'head -c 1000 {compiled} > "$out"\n'
+        f"until [ $(wc -l < {log}) = 2 ]; do sleep 0.1; done\n"  # the other compiles, too
+        f'cat {compiled} > "$out"',
     )
     code = (
         "from specjax.models.cpu_kernels.building import kernels; "
@@ -253,7 +255,7 @@ def test_two_processes_may_compile_it_at_once(tmp_path):
         for _ in range(2)
     ]
     for process in processes:
-        assert process.communicate()[0].strip() == "None 2"
+        assert process.communicate(timeout=300)[0].strip() == "None 2"
     files = [path.name for path in (tmp_path / "cache" / "kernels").iterdir()]
     assert len(files) == 1
     assert files[0].endswith(".so")

@@ -13,7 +13,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -113,21 +112,20 @@ def test_a_fifo_ends_a_program_with_one_line(tmp_path):
     os.mkfifo(tmp_path / "in.jsonl")
     argv = ["infer.run", "--target", hostile.Models.saved, "--prompts", tmp_path / "in.jsonl"]
     argv = [sys.executable, "-W", "ignore", "-m", *argv]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (2, "")
     assert "empty" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 def test_a_pipe_with_a_writer_is_read(tmp_path, model):
     os.mkfifo(tmp_path / "in.jsonl")
-    # Opening a FIFO to write blocks until a reader comes, so the writer starts first.
-    writing = ["sh", "-c", 'echo "{\\"prompt\\": \\"a\\"}" > "$1"', "sh", tmp_path / "in.jsonl"]
-    with subprocess.Popen(writing) as writer:
-        time.sleep(0.5)
-        try:
-            prompts, bad = read_prompts(str(tmp_path / "in.jsonl"), PromptEncoder(model))
-        finally:
-            writer.kill()
+    # Opening a FIFO to write blocks until a reader comes, and what is written stays while it does.
+    reader = os.open(tmp_path / "in.jsonl", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
+        prompts, bad = read_prompts(str(tmp_path / "in.jsonl"), PromptEncoder(model))
+    finally:
+        os.close(reader)
     assert [prompt.text for prompt in prompts] == ["a"] and bad == []
 
 

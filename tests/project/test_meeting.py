@@ -46,7 +46,7 @@ def begin(port, index, job="one", count=2, grace=0.3):
 def end(*begun):
     """The error of each, or None."""
     for thread, *_ in begun:
-        thread.join(20)
+        thread.join(300)
         assert not thread.is_alive()
     return [errors[0] if errors else None for _, errors, _ in begun]
 

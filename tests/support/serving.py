@@ -48,7 +48,7 @@ class Running:
     admission: Admission
     port: int
 
-    def send(self, data: bytes, address="127.0.0.1", seconds=20.0) -> bytes:
+    def send(self, data: bytes, address="127.0.0.1", seconds=TIMEOUT) -> bytes:
         """Everything that comes back for these bytes, sent from a loopback address."""
         place = ("127.0.0.1", self.port)
         with socket.create_connection(place, seconds, (address, 0)) as connection:
@@ -85,7 +85,7 @@ class Running:
         return answer
 
 
-def until(holds, seconds=30.0):
+def until(holds, seconds=TIMEOUT):
     """Waits until ``holds()`` is true."""
     ends = time.monotonic() + seconds
     while not holds():

@@ -77,7 +77,7 @@ def launch(start, run, *settings, separate=((), ()), **which):
 
 def results(started):
     """(exit code, stdout, stderr) of each."""
-    outputs = [process.communicate(timeout=300) for process in started]
+    outputs = [process.communicate(timeout=900) for process in started]
     return [(p.returncode, *streams) for p, streams in zip(started, outputs, strict=True)]
 
 
@@ -149,8 +149,7 @@ def test_the_other_programs_run_in_two_processes_too(start, tmp_path, name):
 def test_a_signal_to_one_process_stops_both_at_one_checkpoint(start, tmp_path, number):
     run = tmp_path / "run"
     started = launch(start, run, SETTINGS[0], "optim.total_steps=100000")
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline and not (run / "checkpoints/5").exists():
+    while not (run / "checkpoints/5").exists():
         assert [process.poll() for process in started] == [None, None]
         time.sleep(0.05)
     started[1].send_signal(number)
