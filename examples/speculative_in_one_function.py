@@ -53,12 +53,12 @@ def speculate(inputs, prompts, length, keys, gamma=4, new_tokens=64):
         logits, p_cache, _ = p_model.logits(p_cache, nodes, length - 1)
         log_p = warp(logits, inputs.warp)
 
-        # 3. Accept x_i with probability min(1, p/q), up to the first that is refused.
+        # 3. Accept x_i with probability min(1, p/q), up to the first that is rejected.
         log_ratio = (log_p[:, :-1] - log_q)[row, jnp.arange(gamma), x]
         u = uniforms(key, Purpose.ACCEPT, jnp.broadcast_to(jnp.arange(1, gamma + 1), x.shape))
         accepted = jnp.cumprod(jnp.log(u) <= log_ratio, axis=1).sum(axis=1)
 
-        # 4. Draw one more token: from norm(max(0, p − q)) after a refusal, else a bonus from p.
+        # 4. Draw one more token: from norm(max(0, p − q)) after a rejection, else a bonus from p.
         p = jnp.exp(log_p[jnp.arange(rows), accepted])
         q = jnp.exp(log_q[jnp.arange(rows), jnp.minimum(accepted, gamma - 1)])
         weights = jnp.where((accepted < gamma)[:, None], residual(p, q), p)

@@ -79,7 +79,7 @@ def shortcut() -> None:
         everywhere = jnp.full((rows, GAMMA + 1), BOUND)
         ratios = []
         for draw in range(DRAWS + 1):
-            where_asked = jnp.where(refused_plainly(*pair, draw), BOUND, jnp.inf)
+            where_asked = jnp.where(rejected_plainly(*pair, draw), BOUND, jnp.inf)
             whole = seconds_of(lambda: solve(*pair, everywhere))
             part = seconds_of(lambda: solve(*pair, where_asked))
             if draw:  # the first compiles
@@ -88,8 +88,8 @@ def shortcut() -> None:
         print(f"{rows} rows: {statistics.mean(ratios):.2f} ± {1.96 * error:.2f} of the whole solve")
 
 
-def refused_plainly(log_p: jax.Array, log_q: jax.Array, draw: int) -> jax.Array:
-    """Where a token drawn from q would be refused by speculative sampling, bool ``[B, N]``."""
+def rejected_plainly(log_p: jax.Array, log_q: jax.Array, draw: int) -> jax.Array:
+    """Where a token drawn from q would be rejected by speculative sampling, bool ``[B, N]``."""
     keys = jax.random.split(jax.random.key(draw))
     token = jax.random.categorical(keys[0], log_q)
     log_ratio = probs.at_token(log_p, token) - probs.at_token(log_q, token)

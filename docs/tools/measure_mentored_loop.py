@@ -46,12 +46,12 @@ def kl_at(p: np.ndarray, q: np.ndarray, alpha: float) -> float:
     """δ of Algorithm 1: the divergence of p and the levels α and β. ``p / q`` ascends."""
     ratios = p / q
     scaled = ratios <= alpha
-    refused = q[scaled].sum() - p[scaled].sum() / alpha
+    rejected = q[scaled].sum() - p[scaled].sum() / alpha
     # The sums over i ≥ j, for all j.
     p_after = p[::-1].cumsum()[::-1]
     q_after = q[::-1].cumsum()[::-1]
-    n = int(np.argmax(p_after / ratios - q_after <= refused))
-    beta = p_after[n] / (refused + q_after[n])
+    n = int(np.argmax(p_after / ratios - q_after <= rejected))
+    beta = p_after[n] / (rejected + q_after[n])
 
     lifted = ratios >= beta
     kept = ~scaled & ~lifted

@@ -17,7 +17,7 @@ def _rule(rule: Rule, summary: str, options: Mapping[str, Option] | None = None)
 RULES: dict[str, PartSpec] = {
     "speculative": _rule(
         verify.speculative,
-        "accept each draft token with probability min(1, p/q), stop at the first refusal",
+        "accept each draft token with probability min(1, p/q), stop at the first rejection",
     ),
     "block": _rule(
         verify.block, "judge the draft as a block and accept its longest prefix that passes"
@@ -27,7 +27,8 @@ RULES: dict[str, PartSpec] = {
         "at each position, k candidates in turn, each accepted with probability min(1, p/(ρ q))",
     ),
     "specinfer": _rule(
-        verify.specinfer, "try the children of a node in turn; each refusal leaves a residual of p"
+        verify.specinfer,
+        "try the children of a node in turn; each rejection leaves a residual of p",
     ),
     "match": _rule(
         verify.match, "sample a token from p and accept the child that carries the same token"
