@@ -53,7 +53,7 @@ Then look at how you decode:
 | the target's distribution exactly | a method that the tables below call lossless |
 | the target's greedy text | the same methods at temperature 0 |
 | large batches | chains (`speculative`, `block`) with `gamma=auto`, which stops drafting where it does not pay; a tree passes more tokens through the target for each it gains |
-| one request at a time, on a GPU or TPU | trees (`specinfer`, or `--drafter head --rule match`), while reading the weights takes most of a pass |
+| one request at a time, on a GPU or TPU | trees (`specinfer`, or `--drafter head --rule match`), while reading the weights takes most of a pass (expected, not measured) |
 | JSON, a grammar or banned words | any lossless method with [`sampling`](sampling.md) settings; tokens that a grammar forces are drafted |
 | words or a topic that must occur | `cdsl`, `cdlh` or `cdlh-appx` with a [reward](pages/constrained.md) |
 | more speed for a bounded change of the text | `mentored`, with a largest KL divergence; `bild` and `mtad` have no such bound |
@@ -75,10 +75,9 @@ A chat model takes `--chat`. Then `python -m infer.tune YOURS.jsonl --method spe
 
 Tokens per round and speed over plain decoding are those of the [overview](pages/overview.md): the embedded
 pair, greedy, batch 1, one CPU core. A speed below 1 is slower than plain decoding: on one core the further tokens of
-a pass are not free, and on a GPU they nearly are. Small models repeat themselves, so expect fewer tokens a round
-than here. `lookup` has γ = 10 there; its default, `gamma=auto`, falls
-back to plain rounds where drafts fail. Methods without a figure are not in the overview, or have nothing to be
-compared with.
+a pass are not free. On a GPU they should nearly be; that is not measured yet. Small models repeat themselves, so
+expect fewer tokens per round than here. `lookup` has γ = 10 there; its default, `gamma=auto`, falls back to plain
+rounds where drafts fail. Methods without a figure are not in the overview, or have nothing to be compared with.
 """
 
 
