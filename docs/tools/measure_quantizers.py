@@ -3,8 +3,8 @@
 It quantizes the linear weights of a Hugging Face directory with the code of the library that
 publishes the form, and writes a directory as the library does: ``awq`` (autoawq), ``gptq``
 (auto-gptq, with act-order and a Hessian of random inputs) and ``fp8`` (transformers). Then it loads
-the directory here, and compares each weight with what the library's own code widens it to, and 48
-greedy tokens of the kept codes with those of the widened weights.
+the directory here. It compares each weight with what the library's own code dequantizes it to, and
+48 greedy tokens of the kept codes with those of the dequantized weights.
 
 The libraries' packages want a GPU, so only their modules are used. SOURCES holds the unpacked
 packages, ``awq/`` and ``auto_gptq/``:
@@ -40,9 +40,9 @@ def main() -> None:
     stand_in_packages(args.sources)
     for kind in args.kinds:
         with tempfile.TemporaryDirectory() as directory:
-            quantized, widened = Path(directory, kind), Path(directory, "widened")
-            write(args.model, quantized, widened, *QUANTIZERS[kind])
-            print(kind, compared(quantized, widened), flush=True)
+            quantized, dequantized = Path(directory, kind), Path(directory, "dequantized")
+            write(args.model, quantized, dequantized, *QUANTIZERS[kind])
+            print(kind, compared(quantized, dequantized), flush=True)
 
 
 def stand_in_packages(sources: Path) -> None:
@@ -63,7 +63,7 @@ def stand_in_packages(sources: Path) -> None:
 
 
 def write(
-    model: Path, quantized: Path, widened: Path, quantize: Callable, settings: dict[str, object]
+    model: Path, quantized: Path, dequantized: Path, quantize: Callable, settings: dict[str, object]
 ) -> None:
     """The directory as the library writes it, and one with the weights that it means."""
     from safetensors.torch import load_file, save_file
@@ -77,7 +77,7 @@ def write(
         packed |= {name.removesuffix("weight") + part: x.contiguous() for part, x in parts.items()}
         meant[name] = weight.contiguous().float()
     rest = {name: weight for name, weight in weights.items() if name not in meant}
-    for directory, tensors in ((quantized, packed), (widened, meant)):
+    for directory, tensors in ((quantized, packed), (dequantized, meant)):
         directory.mkdir()
         for file in model.glob("*.json"):
             shutil.copy(file, directory)
@@ -92,7 +92,7 @@ def awq(weight):
     import torch
 
     packer = importlib.import_module("awq.modules.linear.gemm").WQLinear_GEMM
-    widen = importlib.import_module("awq.utils.packing_utils").dequantize_gemm
+    dequantize = importlib.import_module("awq.utils.packing_utils").dequantize_gemm
     groups = weight.reshape(-1, GROUP)
     lowest = groups.amin(1, keepdim=True)
     scales = (groups.amax(1, keepdim=True) - lowest).clamp(min=1e-5) / 15
@@ -103,7 +103,7 @@ def awq(weight):
     packed = packer.from_linear(
         linear_layer(rounded.half()), 4, GROUP, False, by_group[0].half(), by_group[1]
     )
-    meant = widen(packed.qweight, packed.qzeros, packed.scales.float(), 4, GROUP).t()
+    meant = dequantize(packed.qweight, packed.qzeros, packed.scales.float(), 4, GROUP).t()
     return {name: getattr(packed, name) for name in ("qweight", "qzeros", "scales")}, meant
 
 
@@ -154,7 +154,7 @@ def linear_layer(weight):
     return layer
 
 
-def compared(quantized: Path, widened: Path) -> str:
+def compared(quantized: Path, dequantized: Path) -> str:
     """What loading both gives."""
     import jax
     import jax.numpy as jnp
@@ -163,12 +163,12 @@ def compared(quantized: Path, widened: Path) -> str:
     from specjax.models.loading import load_params
 
     _, ours = load_params(quantized, jnp.dtype("float32"), quantize="none")
-    _, theirs = load_params(widened, jnp.dtype("float32"))
+    _, theirs = load_params(dequantized, jnp.dtype("float32"))
     pairs = list(zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True))
     equal = sum(bool((a == b).all()) for a, b in pairs)
     rows = 0
     texts = [
-        sj.generate(sj.load(path), PROMPTS, max_new_tokens=48) for path in (quantized, widened)
+        sj.generate(sj.load(path), PROMPTS, max_new_tokens=48) for path in (quantized, dequantized)
     ]
     for kept, wide in zip(texts[0].tokens, texts[1].tokens, strict=True):
         rows += list(kept) == list(wide)
