@@ -29,12 +29,12 @@ Start with what you have beside the target model:
 | you have | take | then |
 | --- | --- | --- |
 | a smaller model with the same tokens | `speculative` with `gamma=auto`; `block` accepts more of sampled drafts | [speculative](pages/speculative.md) |
-| a head, such as EAGLE-3 | `--drafter head`, which drafts a chain or a tree | [heads](pages/head.md) |
+| a draft head, such as EAGLE-3 | `--drafter head`, which drafts a chain or a tree | [draft heads](pages/head.md) |
 | a target tuned with SDSAT | `sdsat`; `sdsat-single` has one pass a round | [SDSAT](pages/sdsat.md) |
 | nothing, and the output repeats the prompt | `lookup` | [lookup](pages/lookup.md) |
 | nothing, and requests resemble one another | `suffix` | [suffix](pages/suffix.md) |
 | nothing, and memory to spare on a GPU or TPU | `speculative` with `--draft self:int8`, a quantized copy of the target | [quantized weights](quantized.md) |
-| nothing else, and time to train | train a head or a draft, or tune the target | [a head](pages/train-head.md), [a draft](pages/train-chats.md), [SDSAT](pages/sdsat.md#training) |
+| nothing else, and time to train | train a draft head or a draft model, or tune the target | [a draft head](pages/train-head.md), [a draft model](pages/train-chats.md), [SDSAT](pages/sdsat.md#training) |
 
 A method and its options are set the same way everywhere:
 
