@@ -52,6 +52,16 @@ compiling. The table is the same for all target distributions, with one exceptio
 `contrastive` accepts only chains (`tree=none`). `adaptive` needs a target that SDSAT has tuned.
 """
 
+REASONS = """How drafts are sampled:
+
+- `iid`: drawn independently from q.
+- `point_mass`: certain tokens, q is 1 there.
+- `without_replacement`: siblings drawn without replacement.
+- `deterministic`: chosen by rank, with no q.
+
+Why pairs are refused:
+"""
+
 
 def make_page() -> str:
     """The page: named methods, parts with their options, and all pairs."""
@@ -94,7 +104,7 @@ def _matrix() -> str:
                 reasons.append(f"- `{drafter}` × `{rule}`: {reason}.")
         rows.append([f"`{drafter}`", *cells])
     lines.append(markdown_table(("drafter", *(f"`{rule}`" for rule in RULES)), rows))
-    return "\n".join([*lines, "Why pairs are refused:", "", *reasons, ""])
+    return "\n".join([*lines, REASONS, *reasons, ""])
 
 
 def _refusal(spec, model: sj.LM, draft: sj.LM) -> str | None:
