@@ -28,7 +28,7 @@ Start with what you have beside the target model:
 
 | you have | take | then |
 | --- | --- | --- |
-| a smaller model with the same tokens | `speculative` with `gamma=auto`; `block` accepts more of sampled drafts | [speculative](pages/speculative.md) |
+| a smaller model with the same tokens | `speculative` with `gamma=auto`; for sampling with long drafts `block` | [speculative](pages/speculative.md) |
 | a draft head, such as EAGLE-3 | `--drafter head`, which drafts a chain or a tree | [draft heads](pages/head.md) |
 | a target tuned with SDSAT | `sdsat`; `sdsat-single` has one pass a round | [SDSAT](pages/sdsat.md) |
 | nothing, and the output repeats the prompt | `lookup` | [lookup](pages/lookup.md) |

@@ -44,7 +44,7 @@ METHODS: dict[str, MethodSpec] = {
         ),
         MethodSpec(
             "block",
-            "speculative, but the draft is judged as a block, which accepts more tokens",
+            "speculative, but judged as a block: in expectation it accepts at least as many tokens",
             "Sun et al. 2024 (block verification)",
             drafter="chain",
             rule="block",
