@@ -97,7 +97,7 @@ METHODS: dict[str, MethodSpec] = {
         MethodSpec(
             "block-scd",
             "contrastive decoding with speculative drafts and block verification",
-            "a pair that no paper has",
+            "a combination of ours",
             drafter="chain",
             rule="block",
             target_dist="contrastive",
@@ -105,7 +105,7 @@ METHODS: dict[str, MethodSpec] = {
         MethodSpec(
             "tree-scd",
             "contrastive decoding with token trees of the amateur",
-            "a pair that no paper has",
+            "a combination of ours",
             drafter="tree",
             rule="specinfer",
             target_dist="contrastive",
@@ -113,7 +113,7 @@ METHODS: dict[str, MethodSpec] = {
         MethodSpec(
             "lookup-mentored",
             "drafts copied from earlier text, accepted as often as a KL bound allows",
-            "a pair that no paper has",
+            "a combination of ours",
             drafter="lookup",
             rule="mentored",
         ),
