@@ -256,8 +256,7 @@ def test_bans_act_before_a_contrastive_target_asks_what_is_plausible(method):
     def written(**given):
         sampling = sj.Sampling(ignore_eos=True, **given)
         how = {"draft": draft, "method": method, "options": {"alpha": 0.9}, "max_new_tokens": 8}
-        rows = sj.generate(target, prompts, sampling=sampling, **how)
-        return np.array([row.tokens for row in rows])
+        return np.array(sj.generate(target, prompts, sampling=sampling, **how).tokens)
 
     favorites = tuple(np.unique(written()).tolist())
     assert not np.isin(written(suppress_tokens=favorites), favorites).any()

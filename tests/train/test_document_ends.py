@@ -66,7 +66,7 @@ def test_a_checkpoints_bos_counts_where_the_template_begins_with_it():
         tokenizer.post_processor = processors.TemplateProcessing(
             single=template, special_tokens=[("<s>", bos), ("<x>", x)]
         )
-        assert checkpoint_ends(cfg, tokenizer, "name") == (eos, expected)
+        assert checkpoint_ends("name", cfg, tokenizer) == (eos, expected)
 
 
 @pytest.mark.parametrize(("template", "begins"), [("$A </s>", False), ("<s> $A </s>", True)])
