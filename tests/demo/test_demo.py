@@ -89,12 +89,23 @@ def test_speculative_is_plain_greedy_on_held_out_functions(pair, prompts, batch_
 @pytest.mark.usefixtures("optimized")
 def test_greedy_is_transformers_greedy_on_held_out_functions(pair, prompts):
     pytest.importorskip("torch")
-    from infer.bench.peer_process import decode
+    from infer.bench.peer_process import PeerJob, decode
     from infer.bench.peer_transformers import load, make_mode
     from specjax.lm import EMBEDDED
 
     prompts = prompts[:24]
-    theirs = decode(make_mode(load(str(EMBEDDED["demo"]))), prompts, 24)["tokens"]
+    job = PeerJob(
+        target=str(EMBEDDED["demo"]),
+        draft=None,
+        prompts=prompts,
+        budget=24,
+        gamma=4,
+        eos_ids=[],
+        threads=2,
+        on_cpu=True,
+        dtype="float32",
+    )
+    theirs = decode(make_mode(load(job.target, job)), prompts, job.budget)["tokens"]
     ours = sj.generate(pair[0], prompts, max_new_tokens=24, batch_size=8)
     differ = mismatches(pair[0], prompts, ours.tokens, [np.array(t) for t in theirs])
     assert all(row["gap"] < NEAR_TIE for row in differ), differ
