@@ -23,7 +23,7 @@ from specjax.draft.chain import NEVER_STOPS
 from specjax.registry import AUTO, METHODS
 
 ACCEPTED = "accepted"
-REFUSED = "refused"  # as in the keys of the report
+REJECTED = "rejected"  # as in the keys of the report
 
 
 def add_entropies(
@@ -63,7 +63,7 @@ def _add_to_row(row: Row, nets: dict[str, Net], prompts: Prompts, result: Result
             pairs = zip(prompts, run.tokens, strict=True)
             entropies.append([_entropies_of_tokens(net, *pair) for pair in pairs])
 
-        for outcome in (ACCEPTED, REFUSED):
+        for outcome in (ACCEPTED, REJECTED):
             sums = np.zeros((len(runs), len(prompts)))
             counts = np.zeros((len(runs), len(prompts)), int)
             for run in range(len(runs)):
@@ -77,7 +77,7 @@ def _add_to_row(row: Row, nets: dict[str, Net], prompts: Prompts, result: Result
 def _outcomes(origin: np.ndarray, gamma: int) -> dict[str, np.ndarray]:
     """At which tokens a draft token was accepted, and at which one was rejected: ``[T]`` bool."""
     accepted = origin == FROM_DRAFT
-    return {ACCEPTED: accepted, REFUSED: was_tested(origin, gamma) & ~accepted}
+    return {ACCEPTED: accepted, REJECTED: was_tested(origin, gamma) & ~accepted}
 
 
 def _entropies_of_tokens(net: Net, prompt: Sequence[int], tokens: np.ndarray) -> np.ndarray:

@@ -59,7 +59,7 @@ def _draw_curve(axis: Any, v: dict[str, float]) -> None:
 
 
 def draw_entropies(path: Path, report: dict[str, Any]) -> Path:
-    """Draws the mean entropy of both models where tokens were accepted and refused (SCD, Figure 2).
+    """Draws both models' mean entropy where tokens were accepted and rejected (SCD, Figure 2).
 
     A panel per row that has entropies. The error bars are the ± of the table.
     """
@@ -77,15 +77,15 @@ def draw_entropies(path: Path, report: dict[str, Any]) -> Path:
     for axis in axes.flat[len(rows) :]:
         axis.set_visible(False)
     for axis, row in zip(axes.flat, rows, strict=False):
-        for outcome, name, color, shift in (
-            ("accepted", "accepted", BLUE, -0.2),
-            ("refused", "rejected", RED, 0.2),
+        for outcome, color, shift in (
+            ("accepted", BLUE, -0.2),
+            ("rejected", RED, 0.2),
         ):
             keys = [f"{model}_{outcome}" for model in ("target", "draft")]
             heights = [row[key] or 0.0 for key in keys]
             errors = [row["pm"].get(key, 0.0) for key in keys]
             places = [place + shift for place in range(len(keys))]
-            axis.bar(places, heights, 0.38, yerr=errors, capsize=4, color=color, label=name)
+            axis.bar(places, heights, 0.38, yerr=errors, capsize=4, color=color, label=outcome)
         axis.tick_params(labelleft=True)
         axis.set_xticks([0, 1], ["target (expert)", "draft (amateur)"])
         axis.set(ylabel="mean entropy, nats", title=f"{row['label']}, {row['mode']}")

@@ -91,9 +91,9 @@ ENTROPY_COLUMNS = (
     ("entropy, nats", "label", "{}"),
     ("mode", "mode", "{}"),
     ("target, accepted", "target_accepted", "{:.3f}"),
-    ("target, refused", "target_refused", "{:.3f}"),
+    ("target, rejected", "target_rejected", "{:.3f}"),
     ("draft, accepted", "draft_accepted", "{:.3f}"),
-    ("draft, refused", "draft_refused", "{:.3f}"),
+    ("draft, rejected", "draft_rejected", "{:.3f}"),
 )
 BATCH_COLUMNS = (
     ("passes and prompts", "label", "{}"),

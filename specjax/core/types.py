@@ -155,7 +155,7 @@ class Verdict(struct.PyTreeNode):
 
     path: Int[Array, "B D+1"]  # node 0, then the accepted nodes, then NO_NODE
     num_accepted: Int[Array, "B"]  # accepted depth
-    num_tested: Int[Array, "B"]  # accepted depth, plus one if a draft token was refused
+    num_tested: Int[Array, "B"]  # accepted depth, plus one if a draft token was rejected
     tokens: Int[Array, "B D+1"]  # accepted tokens, then the correction or bonus token
     num_tokens: Int[Array, "B"]  # at least 1
 

@@ -61,7 +61,7 @@ PRIOR_WEIGHT = 1.5
 
 # While nothing is known about drafts, a round with one takes at most so many times as long as a
 # plain round, if any does. In a mixture of experts the draft that promises most may cost four plain
-# rounds, and all but one of them are lost if it is refused.
+# rounds, and all but one of them are lost if it is rejected.
 FIRST_COST = 2.5
 
 # The counts are weighed by DECAY from one round with a draft to the next. So about the last 50
@@ -70,13 +70,13 @@ DECAY = 0.98
 
 # Once plain rounds look cheaper, nothing is learned about drafts any more. After RETRY_AFTER plain
 # rounds the counts are therefore forgotten and drafts are tried again. The wait is short, because
-# a few refused tokens may be bad luck. It is longer in a large batch (RETRY_AFTER for every
+# a few rejected tokens may be bad luck. It is longer in a large batch (RETRY_AFTER for every
 # ROWS_PER_RETRY rows), where bad luck is unlikely. It is four times as long after each retry, up to
 # MAX_RETRY_AFTER, for a retry that fails costs time.
 RETRY_AFTER = 8
 MAX_RETRY_AFTER = 512
 ROWS_PER_RETRY = 4
-# A retry starts with this fraction of a refused token in its counts. So its first drafts are
+# A retry starts with this fraction of a rejected token in its counts. So its first drafts are
 # shorter than those of a new job.
 RETRY_PENALTY = 0.2
 # After this many rounds in a row with a draft, the retry has succeeded: the wait is short again.
@@ -139,7 +139,7 @@ class AcceptanceHistory(struct.PyTreeNode):
           form: int32 ``[D]``, the siblings of each level; 0 past the draft's depth.
         """
         accepted = state.stats.accepted - before.stats.accepted
-        # Unless the whole draft is accepted, one more level was tested: the one that was refused.
+        # Unless the whole draft is accepted, one more level was tested: the one that was rejected.
         tested = accepted + (accepted < state.stats.drafted - before.stats.drafted)
         siblings = 1 + jnp.arange(self.tested.shape[1])
         siblings_of_level = (form[:, None] == siblings).astype(jnp.float32)  # [D, w], one-hot
@@ -204,7 +204,7 @@ def next_form_index(
     """The index of the next round's form.
 
     It is the best one. But while no token was tested, the first draft is a cheap one
-    (:data:`FIRST_COST`): it may be refused.
+    (:data:`FIRST_COST`): it may be rejected.
     """
     gains = _tokens_per_cost(history.rates(), forms, costs)
     best = jnp.argmax(gains)

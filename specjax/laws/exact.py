@@ -181,7 +181,7 @@ def p_value(counts: np.ndarray, law: np.ndarray) -> float:
 def power(
     law: np.ndarray, other: np.ndarray, samples: int = SAMPLES, alpha: float = ALPHA
 ) -> float:
-    """The probability that the test refuses a sampler with the distribution ``other``.
+    """The probability that the test rejects a sampler with the distribution ``other``.
 
     It follows from the noncentral chi-square distribution of the statistic.
 
@@ -233,12 +233,12 @@ class _Step:
 
     Attributes:
       accepted: that each token is drafted and accepted.
-      refused: of the token drawn after a refusal.
+      rejected: of the token drawn after a rejection.
       bonus: of the bonus token, if the whole draft was accepted.
     """
 
     accepted: np.ndarray
-    refused: np.ndarray
+    rejected: np.ndarray
     bonus: np.ndarray
 
 
@@ -272,7 +272,7 @@ def _point_mass(q: np.ndarray) -> np.ndarray:
 # Each is a function of p and q at a position, and of both at the position before it.
 _STEPS: dict[str, Callable[..., _Step]] = {
     "": lambda p, q, *before: _correct_step(p, q),
-    "after a refusal a draw from p, not from the residual": lambda p, q, *before: _Step(
+    "after a rejection a draw from p, not from the residual": lambda p, q, *before: _Step(
         np.minimum(p, q), p, p
     ),
     "the residual of the position before": lambda p, q, *before: _Step(
@@ -323,7 +323,7 @@ def speculative_joint(
                 after[0] += law[:, None] * step.bonus
                 continue
             after[drafted + 1] += law[:, None] * step.accepted
-            after[0] += (law * (1 - step.accepted.sum(-1)))[:, None] * step.refused
+            after[0] += (law * (1 - step.accepted.sum(-1)))[:, None] * step.rejected
         states = [law.reshape(-1) for law in after]
         # Each prefix has V continuations, which share its p and q.
         before = (np.repeat(p, vocab, axis=0), np.repeat(q, vocab, axis=0))

@@ -31,7 +31,7 @@ def bild(keys, draft, log_p, *, tau2, raw_log_p):
     surprise = -probs.at_token(raw_log_p[:, :-1], draft.tokens[:, 1:])
     passed = (surprise <= tau2) & draft.valid[:, 1:]
     accepted = count_leading(passed)
-    refused = accepted < draft_length(draft)
+    rejected = accepted < draft_length(draft)
 
     p = jnp.exp(probs.at_node(log_p, accepted))
-    return chain_verdict(keys, draft, accepted, refused, p)
+    return chain_verdict(keys, draft, accepted, rejected, p)

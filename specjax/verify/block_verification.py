@@ -1,6 +1,6 @@
 """Block verification (Sun et al. 2024, Algorithm 2). Lossless.
 
-It judges a draft as a block. A token that speculative sampling would refuse may be accepted, if
+It judges a draft as a block. A token that speculative sampling would reject may be accepted, if
 what follows makes the block likely enough. The expected number of accepted tokens is never lower.
 """
 
@@ -46,15 +46,15 @@ def block(keys, draft, log_p):
     u = acceptance_uniforms(keys, draft, first=1)
     passed = (u <= h) & draft.valid[:, 1:]
     accepted = jnp.max(jnp.where(passed, length, 0), axis=1, initial=0).astype(jnp.int32)
-    refused = accepted < gamma
+    rejected = accepted < gamma
 
     p = jnp.exp(probs.at_node(log_p, accepted))
     q = jnp.exp(log_q_after(draft, accepted, log_p.shape[-1]))
     weight_from_0 = jnp.pad(weight, ((0, 0), (1, 0)), constant_values=1.0)  # w_0 … w_γ
     w = probs.at_index(weight_from_0, accepted)
-    weights = jnp.where(refused[:, None], probs.residual(w[:, None] * p, q), p)
+    weights = jnp.where(rejected[:, None], probs.residual(w[:, None] * p, q), p)
     # Every draft token was tested, including those after the accepted ones.
-    return chain_verdict(keys, draft, accepted, refused, weights, tested=gamma)
+    return chain_verdict(keys, draft, accepted, rejected, weights, tested=gamma)
 
 
 def _running_weights(ratio):

@@ -21,7 +21,7 @@ class _MatchWalk(NamedTuple):
     depth: Int[Array, "B"]
     y: Int[Array, "B"]  # the last token, which no child carries
     done: Bool[Array, "B"]
-    refused: Bool[Array, "B"]  # there were children, and none carried y
+    rejected: Bool[Array, "B"]  # there were children, and none carried y
 
 
 @rule(
@@ -60,13 +60,13 @@ def match(keys, draft, log_p, *, written=0):
             depth=walk.depth + matched,
             y=jnp.where(stopped, y, walk.y),
             done=walk.done | stopped,
-            refused=walk.refused | (stopped & is_child.any(1)),
+            rejected=walk.rejected | (stopped & is_child.any(1)),
         ), None
 
     rows = draft.tokens.shape[0]
     zero = jnp.zeros((rows,), jnp.int32)
     no = jnp.zeros((rows,), bool)
-    start = _MatchWalk(node=zero + ROOT, depth=zero, y=zero, done=no, refused=no)
+    start = _MatchWalk(node=zero + ROOT, depth=zero, y=zero, done=no, rejected=no)
     # Depth + 1 steps: the last one draws the token after a deepest node.
     end, _ = jax.lax.scan(step, start, length=draft.shape.depth + 1)
-    return path_verdict(draft, end.node, end.depth, end.y, end.depth + end.refused)
+    return path_verdict(draft, end.node, end.depth, end.y, end.depth + end.rejected)

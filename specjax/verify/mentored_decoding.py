@@ -1,7 +1,7 @@
 """Mentored decoding (Tran-Thien 2023): accept as often as KL(p‖π) ≤ D allows. Lossy.
 
 π is the distribution of each emitted token: ``π = clip(q, b p, p/α)`` with ``b ≤ 1 ≤ 1/α``. Draft
-tokens are accepted with probability ``min(1, p/(α q))``. After a refusal, one token is drawn from
+tokens are accepted with probability ``min(1, p/(α q))``. After a rejection, one token is drawn from
 ``norm(max(0, b p − q))``. π stays within p's support: a token that p excludes is never accepted.
 
 Axis legend: B rows, V vocabulary; ``...`` are leading axes.
@@ -47,7 +47,7 @@ def mentored(keys, draft, log_p, *, max_kl):
     log_p_x, log_q_x = drafted_log_probs(draft, log_p)
     log_q = all_log_q(draft, log_p.shape[-1])
     u = acceptance_uniforms(keys, draft, first=1)
-    # −inf − −inf is NaN and compares false: a token without mass under p is refused.
+    # −inf − −inf is NaN and compares false: a token without mass under p is rejected.
     accepted_plainly = jnp.log(u) <= log_p_x - log_q_x
 
     # α only raises acceptance. So where the token is accepted without it, the levels do not matter
@@ -56,7 +56,7 @@ def mentored(keys, draft, log_p, *, max_kl):
     log_alpha, b = mentor_levels(log_p[:, :-1], log_q, bound)
     passed = (jnp.log(u) <= log_p_x - log_q_x - log_alpha) & draft.valid[:, 1:]
     accepted = count_leading(passed)
-    refused = accepted < draft_length(draft)
+    rejected = accepted < draft_length(draft)
 
     # p, q and b of the token after the accepted ones.
     p = jnp.exp(probs.at_node(log_p, accepted))
@@ -64,8 +64,8 @@ def mentored(keys, draft, log_p, *, max_kl):
     b = probs.at_index(b, jnp.minimum(accepted, b.shape[1] - 1))[:, None]
     residual = jnp.maximum(b * p - q, 0.0)
     residual = jnp.where(vocabulary.total(residual, keepdims=True) > 0, residual, p)
-    weights = jnp.where(refused[:, None], residual, p)
-    return chain_verdict(keys, draft, accepted, refused, weights)
+    weights = jnp.where(rejected[:, None], residual, p)
+    return chain_verdict(keys, draft, accepted, rejected, weights)
 
 
 def mentor_levels(
@@ -129,7 +129,7 @@ class _DraftAndTarget(NamedTuple):
         """
         is_cut = self.log_ratio > log_a[..., None]  # q > A p
         log_share = jnp.minimum(log_a[..., None] - self.log_ratio, 0.0)
-        refused = -vocabulary.total(jnp.where(is_cut, self.q * jnp.expm1(log_share), 0.0))
+        rejected = -vocabulary.total(jnp.where(is_cut, self.q * jnp.expm1(log_share), 0.0))
 
         def is_falling(carry):
             b, previous, step = carry
@@ -140,7 +140,7 @@ class _DraftAndTarget(NamedTuple):
             is_raised = self.log_ratio < jnp.log(b)[..., None]  # q < b p
             mass_p = vocabulary.total(jnp.where(is_raised, self.p, 0.0))
             mass_q = vocabulary.total(jnp.where(is_raised, self.q, 0.0))
-            lower = (refused + mass_q) / jnp.where(mass_p > 0, mass_p, 1.0)
+            lower = (rejected + mass_q) / jnp.where(mass_p > 0, mass_p, 1.0)
             return jnp.where(mass_p > 0, jnp.minimum(lower, b), b), b, step + 1
 
         # b is at most 1, so 2.0 as its previous value lets the first step run.

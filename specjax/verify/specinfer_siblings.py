@@ -22,9 +22,9 @@ class _SiblingWalk(NamedTuple):
 
     node: Int[Array, "B"]
     depth: Int[Array, "B"]
-    refused: Bool[Array, "B"]  # whether a child of the node was refused
-    p: Float[Array, "B V"]  # of the next token: the target's, then the residual of refusals
-    tried: Bool[Array, "B V"]  # tokens of the node's refused children
+    rejected: Bool[Array, "B"]  # whether a child of the node was rejected
+    p: Float[Array, "B V"]  # of the next token: the target's, then the residual of rejections
+    tried: Bool[Array, "B V"]  # tokens of the node's rejected children
 
 
 @rule(
@@ -67,7 +67,7 @@ def specinfer(keys, draft, log_p):
         return _SiblingWalk(
             node=jnp.where(passed, i, walk.node).astype(jnp.int32),
             depth=walk.depth + passed,
-            refused=(walk.refused | failed) & ~passed,
+            rejected=(walk.rejected | failed) & ~passed,
             p=jnp.where(passed[:, None], jnp.exp(log_p[:, i]), p),
             tried=tried & ~passed[:, None],
         )
@@ -77,16 +77,16 @@ def specinfer(keys, draft, log_p):
     start = _SiblingWalk(
         node=zero,
         depth=zero,
-        refused=jnp.zeros((rows,), bool),
+        rejected=jnp.zeros((rows,), bool),
         p=jnp.exp(log_p[:, ROOT]),
         tried=jnp.zeros((rows, vocab), bool),
     )
     end = jax.lax.fori_loop(1, nodes, visit, start)
-    return tree_verdict(keys, draft, end.node, end.depth, end.p, end.depth + end.refused)
+    return tree_verdict(keys, draft, end.node, end.depth, end.p, end.depth + end.rejected)
 
 
 def _draft_distribution(draft: Draft, i, x, tried, vocab) -> Float[Array, "B V"]:
-    """q that node i was drawn from, given that its earlier siblings were refused.
+    """q that node i was drawn from, given that its earlier siblings were rejected.
 
     A token that was chosen by its rank was not drawn: its q is one-hot.
     """

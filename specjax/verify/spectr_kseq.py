@@ -27,7 +27,7 @@ class _KSeqWalk(NamedTuple):
     survivors: Bool[Array, "B N"]  # nodes at this depth that agree with the accepted tokens
     weights: Float[Array, "B V"]  # what the last token is drawn from
     done: Bool[Array, "B"]
-    refused: Bool[Array, "B"]
+    rejected: Bool[Array, "B"]
 
     @classmethod
     def at_root(cls, draft: Draft, vocab: int) -> _KSeqWalk:
@@ -40,7 +40,7 @@ class _KSeqWalk(NamedTuple):
             survivors=jnp.broadcast_to(jnp.arange(nodes) == ROOT, draft.tokens.shape),
             weights=jnp.zeros((rows, vocab), jnp.float32),
             done=no,
-            refused=no,
+            rejected=no,
         )
 
 
@@ -85,13 +85,13 @@ def spectr(keys, draft, log_p):
             survivors=jnp.where(accepted[:, None], equal, walk.survivors),
             weights=jnp.where(stopped[:, None], residual, walk.weights),
             done=walk.done | stopped,
-            refused=walk.refused | (stopped & (k > 0)),
+            rejected=walk.rejected | (stopped & (k > 0)),
         ), None
 
     start = _KSeqWalk.at_root(draft, vocab=log_p.shape[-1])
     # Depth + 1 steps: the last one gives the weights after a deepest node.
     end, _ = jax.lax.scan(step, start, length=draft.shape.depth + 1)
-    return tree_verdict(keys, draft, end.node, end.depth, end.weights, end.depth + end.refused)
+    return tree_verdict(keys, draft, end.node, end.depth, end.weights, end.depth + end.rejected)
 
 
 def solve_rho(
@@ -118,7 +118,7 @@ def solve_rho(
 
 
 def k_seq_residual(p, q, rho, beta, k) -> Float[Array, "B V"]:
-    """Unnormalized distribution of the token that follows k refusals.
+    """Unnormalized distribution of the token that follows k rejections.
 
     Args:
       p, q: float32 ``[B, V]``.

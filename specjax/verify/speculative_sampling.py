@@ -21,7 +21,7 @@ from specjax.verify.verdicts import (
 def speculative(keys, draft, log_p):
     """Accept x_i while ``u_i ≤ p(x_i)/q(x_i)``.
 
-    After a refusal, one token is drawn from ``norm(max(0, p − q))``. If the whole draft is
+    After a rejection, one token is drawn from ``norm(max(0, p − q))``. If the whole draft is
     accepted, a bonus token is drawn from p. A position is accepted with probability
     ``Σ min(p, q)``. Greedy decoding is a special case: p and q are then point masses.
 
@@ -32,13 +32,13 @@ def speculative(keys, draft, log_p):
     """
     log_p_x, log_q_x = drafted_log_probs(draft, log_p)
     u = acceptance_uniforms(keys, draft, first=1)
-    # −inf − −inf is NaN and compares false: a token without mass under p is refused.
+    # −inf − −inf is NaN and compares false: a token without mass under p is rejected.
     passed = (jnp.log(u) <= log_p_x - log_q_x) & draft.valid[:, 1:]
     accepted = count_leading(passed)
-    refused = accepted < draft_length(draft)
+    rejected = accepted < draft_length(draft)
 
     # p and q of the token after the accepted ones.
     p = jnp.exp(probs.at_node(log_p, accepted))
     q = jnp.exp(log_q_after(draft, accepted, log_p.shape[-1]))
-    weights = jnp.where(refused[:, None], probs.residual(p, q), p)
-    return chain_verdict(keys, draft, accepted, refused, weights)
+    weights = jnp.where(rejected[:, None], probs.residual(p, q), p)
+    return chain_verdict(keys, draft, accepted, rejected, weights)

@@ -67,17 +67,17 @@ def chain_verdict(
     keys: Key[Array, "B"],
     draft: Draft,
     accepted: Int[Array, "B"],
-    refused: Bool[Array, "B"],
+    rejected: Bool[Array, "B"],
     weights: Float[Array, "B V"],
     tested: Int[Array, "B"] | None = None,
 ) -> Verdict:
     """The verdict that accepts the first ``accepted`` tokens and draws one from ``weights``.
 
     ``weights`` need not be normalized. ``tested`` is the number of draft tokens that were judged.
-    By default these are the accepted ones, and the one that was ``refused``, if any.
+    By default these are the accepted ones, and the one that was ``rejected``, if any.
     """
     if tested is None:
-        tested = accepted + refused
+        tested = accepted + rejected
     # In a chain the number of a node is its depth.
     return tree_verdict(keys, draft, accepted, accepted, weights, tested)
 

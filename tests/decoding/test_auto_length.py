@@ -115,9 +115,9 @@ def test_a_history_of_trees_counts_by_the_number_of_siblings():
     assert (np.diff(rates) > 0).all()
     unknown = 1 - (1 - PRIOR_ACCEPTANCE) ** 2  # two siblings that were never tested
     np.testing.assert_allclose(rates[3], unknown, rtol=1e-6)
-    refused = AcceptanceHistory.begin(1, 4)
-    refused = refused.replace(tested=refused.tested.at[0, 3].set(50))
-    assert refused.rates().max() < 0.2, "what four siblings cannot do one does not, either"
+    rejected = AcceptanceHistory.begin(1, 4)
+    rejected = rejected.replace(tested=rejected.tested.at[0, 3].set(50))
+    assert rejected.rates().max() < 0.2, "what four siblings cannot do one does not, either"
 
 
 def test_the_history_counts_forgets_and_tries_again():
@@ -206,7 +206,7 @@ def after_plain_rounds(method, rounds):
 
 @pytest.mark.slow
 def test_a_draft_model_catches_up_after_plain_rounds():
-    """If one token were missing from the draft's cache, it would draft tokens that are refused."""
+    """If one token were missing from the draft's cache, it would draft tokens that are rejected."""
     for rounds in (1, 20):  # the catching up takes less than one pass, and more than one
         drafted, accepted = after_plain_rounds(own_draft()[0], rounds)
         np.testing.assert_array_equal(drafted, 3 * LENGTHS[-1])
@@ -362,7 +362,7 @@ def test_what_cannot_be_sized_is_refused():
 # --- the distribution: each row chooses lengths from its own past rounds -------------------------
 
 ROWS = 8192
-# Costs that give drafts of 3 tokens, 2 after one refusal, none after two, and never more.
+# Costs that give drafts of 3 tokens, 2 after one rejection, none after two, and never more.
 CHANGING = (1.0, 1.45, 1.6, 1.95, 99.0, 99.0)
 
 
@@ -432,7 +432,7 @@ def test_a_length_that_peeks_at_the_draft_is_caught():
 
 # --- the same for trees --------------------------------------------------------------------------
 
-CHANGING_TREES = (1.0, 1.4, 1.75)  # a broad tree first; a narrow one, then none, after refusals
+CHANGING_TREES = (1.0, 1.4, 1.75)  # a broad tree first; a narrow one, then none, after rejections
 
 
 @dataclasses.dataclass(frozen=True)

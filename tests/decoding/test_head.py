@@ -337,14 +337,14 @@ class Mutant(HeadBest):
     fault: str = ""
 
     def update(self, inputs, state, carried, draft, verdict, probe_logits):
-        if self.fault == "states of a refused node":
+        if self.fault == "states of a rejected node":
             draft = draft.replace(aux_states=draft.aux_states[:, jnp.array([0, 3, 2, 1])])
         if self.fault == "state and token one apart":
             draft = draft.replace(aux_states=jnp.roll(draft.aux_states, 1, axis=1))
         if self.fault == "the last hidden state of all":
             verdict = dataclasses.replace(verdict, num_tokens=jnp.array([3]))
         after = super().update(inputs, state, carried, draft, verdict, probe_logits)
-        stale = self.fault == "a stale cache after a refusal"
+        stale = self.fault == "a stale cache after a rejection"
         return after._replace(cache=carried.cache) if stale else after
 
 
@@ -355,10 +355,10 @@ def test_after_a_verdict_the_head_has_read_what_stands():
 @pytest.mark.parametrize(
     "fault",
     [
-        "states of a refused node",
+        "states of a rejected node",
         "state and token one apart",
         "the last hidden state of all",
-        "a stale cache after a refusal",
+        "a stale cache after a rejection",
     ],
 )
 def test_a_slip_between_rounds_is_caught(fault):

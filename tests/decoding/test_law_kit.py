@@ -65,7 +65,7 @@ def speculated(samples, seed, slip=""):
             passed[:] = True
         left = np.maximum(p - q, 1e-300)
         left /= left.sum(1, keepdims=True)
-        if slip == "after a refusal a draw from p, not from the residual":
+        if slip == "after a rejection a draw from p, not from the residual":
             left = p
         bonus = q if slip == "the bonus token drawn from q" else p
         over = drafted == GAMMA
@@ -80,7 +80,7 @@ NAIVE = (
     "the likeliest token drafted, judged as a draw from q",
     "accepted by q/p instead of p/q",
     "every drafted token accepted",
-    "after a refusal a draw from p, not from the residual",
+    "after a rejection a draw from p, not from the residual",
     "the bonus token drawn from q",
 )
 check = functools.partial(laws.check, next_p=P, next_q=Q, vocab=V, length=L, gamma=GAMMA)
@@ -133,8 +133,8 @@ def test_a_bias_of_one_per_cent_is_found():
     assert laws.check(draw, unbiased, vocab=V, length=2).passed
 
 
-def refused(law, samples):
-    """How many of RUNS tests at α = 5 % refuse a sampler of ``law``."""
+def rejected(law, samples):
+    """How many of RUNS tests at α = 5 % reject a sampler of ``law``."""
     run = functools.partial(
         laws.check, functools.partial(right, law=law, length=2), unbiased, vocab=V, length=2
     )
@@ -143,15 +143,15 @@ def refused(law, samples):
 
 def test_the_stated_error_and_the_stated_power_hold():
     low, high = binom.ppf([1e-4, 1 - 1e-4], RUNS, ERROR)
-    assert low <= refused(unbiased, 2000) <= high
+    assert low <= rejected(unbiased, 2000) <= high
     exact, other = (laws.joint(law, V, 2) for law in (unbiased, biased))
     chance = laws.power(exact, other, 10_000, ERROR)
     assert 0.2 < chance < 0.8, "a test that may go either way"
     low, high = binom.ppf([1e-4, 1 - 1e-4], RUNS, chance)
-    assert low <= refused(biased, 10_000) <= high
+    assert low <= rejected(biased, 10_000) <= high
 
 
-def test_what_cannot_happen_is_refused():
+def test_what_cannot_happen_is_rejected():
     never = laws.joint(lambda prefixes: np.tile([0.5, 0.5, 0], (len(prefixes), 1)), V, 1)
     assert laws.p_value(np.array([500_000, 499_999, 1]), never) == 0
     assert laws.power(never, np.array([0.5, 0.4999, 0.0001])) > 0.999

@@ -92,11 +92,11 @@ def speculative_variant(keys, draft, log_p, *, residual=True, u_purpose=Purpose.
     u = probs.uniforms(keys, u_purpose, nodes)
     passed = (jnp.log(u) <= lp - lq) & draft.valid[:, 1:]
     accepted = jnp.cumprod(passed, axis=1, dtype=jnp.int32).sum(-1, dtype=jnp.int32)
-    refused = accepted < draft_length(draft)
+    rejected = accepted < draft_length(draft)
     p = jnp.exp(probs.at_node(log_p, jnp.maximum(accepted - shift, 0)))
     q = jnp.exp(log_q_after(draft, accepted, log_p.shape[-1]))
     left = probs.residual(p, q) if residual else p
-    return chain_verdict(keys, draft, accepted, refused, jnp.where(refused[:, None], left, p))
+    return chain_verdict(keys, draft, accepted, rejected, jnp.where(rejected[:, None], left, p))
 
 
 def stopped_on_drawn_token(keys, p, q):
@@ -128,8 +128,8 @@ def block_without_the_cap(keys, draft, log_p):
     p = jnp.exp(probs.at_node(log_p, accepted))
     q = jnp.exp(log_q_after(draft, accepted, log_p.shape[-1]))
     left = probs.residual(probs.at_index(before, accepted)[:, None] * p, q)
-    refused = accepted < gamma
-    return chain_verdict(keys, draft, accepted, refused, jnp.where(refused[:, None], left, p))
+    rejected = accepted < gamma
+    return chain_verdict(keys, draft, accepted, rejected, jnp.where(rejected[:, None], left, p))
 
 
 RULE_MUTANTS = {

@@ -177,7 +177,7 @@ def test_random_trees_keep_the_loops_promises(name, example):
         assert len(long) > len(short) if cut else len(long) == len(short)
 
 
-def test_random_trees_are_accepted_and_refused():
+def test_random_trees_are_accepted_and_rejected():
     """The random examples reach every accepted depth, so the properties are really tested."""
     method = sj.DraftVerify(RandomTree(), sj.Warped(), verify.match)
     example = Example(

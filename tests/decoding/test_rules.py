@@ -77,8 +77,8 @@ def test_joint_accepts_the_longest_prefix_that_passes():
     q = [certain(0), [0.5, 0.5, 0, 0], [0.9, 0.1, 0, 0]]
     draft, log_p = build([9, 0, 1], [0, 1], p, q, sampling=IID)
     assert_verdict(verify.joint(KEYS, draft, log_p, tau=0.5), [0, 1, 2], [0, 1, 3], tested=2)
-    refused = verify.joint(KEYS, draft, log_p, tau=0.95)
-    assert (refused.num_accepted == 0).all() and (refused.num_tested == 2).all()
+    rejected = verify.joint(KEYS, draft, log_p, tau=0.95)
+    assert (rejected.num_accepted == 0).all() and (rejected.num_tested == 2).all()
     ended = draft.replace(valid=draft.valid.at[:, 2].set(False))
     assert (verify.joint(KEYS, ended, log_p, tau=0.5).num_accepted == 0).all()
     none = log_p.at[:, 1, 1].set(-jnp.inf)
@@ -120,7 +120,7 @@ def test_specinfer_tries_children_in_order(sampling):
 
 
 def test_specinfer_residual_between_siblings():
-    # p − q = (0, ½, 0, 0)+: after token 0 is refused, p is certain of 1, so 2 is refused.
+    # p − q = (0, ½, 0, 0)+: after token 0 is rejected, p is certain of 1, so 2 is rejected.
     p = [[0, 0.75, 0.25, 0], *[certain(3)] * 2]
     q = [certain(0), [0.5, 0.25, 0.25, 0], [0.5, 0.25, 0.25, 0]]
     draft, log_p = build([9, 0, 2], [0, 0], p, q, sampling=IID)
@@ -128,7 +128,7 @@ def test_specinfer_residual_between_siblings():
 
 
 def test_specinfer_keeps_p_where_the_residual_is_empty():
-    # Token 0 has q mass only where p has it too, yet is refused: p(0) = 0 is the way there.
+    # Token 0 has q mass only where p has it too, yet is rejected: p(0) = 0 is the way there.
     p = [certain(1), certain(3), certain(3)]
     draft, log_p = build([9, 0, 2], [0, 0], p, [certain(1)] * 3, sampling=IID)
     assert_verdict(verify.specinfer(KEYS, draft, log_p), [0], [1], tested=1)
@@ -269,7 +269,7 @@ MUTANTS = {
         functools.partial(reordered, by=lambda lq: -lq),
     ),
     "siblings in reverse": (verify.specinfer, functools.partial(reordered, by=lambda lq: lq)),
-    "q keeps refused siblings": (verify.specinfer, claims(IID, "without replacement")),
+    "q keeps rejected siblings": (verify.specinfer, claims(IID, "without replacement")),
     "q loses siblings it could draw again": (
         verify.specinfer,
         claims(WITHOUT_REPLACEMENT, "iid"),
@@ -376,7 +376,7 @@ def test_mentored_keeps_its_bound(vocab, rows):
     with np.errstate(invalid="ignore"):
         shared = np.isfinite(log_p) & np.isfinite(log_q)
         all_accepted = -log_alpha >= np.where(shared, log_q - log_p, 0).max(-1)
-    # If less than 1e-5 is refused, one ulp of log α moves the KL by more than the slack.
+    # If less than 1e-5 is rejected, one ulp of log α moves the KL by more than the slack.
     assert (np.abs(kl - bound) <= slack)[~all_accepted & (rejected > 1e-5)].all()
     assert (~all_accepted).mean() > 0.3
 

@@ -136,8 +136,8 @@ def test_sdsat_has_the_law(single):
 # --- mutants -----------------------------------------------------------------------------------
 
 
-def keeps_refused(monkeypatch):
-    """Counts what a refused branch wrote, too: all places of the verdict."""
+def keeps_rejected(monkeypatch):
+    """Counts what a rejected branch wrote, too: all places of the verdict."""
     real = path_logits.count_new
 
     def count(counts, tokens, emitted):
@@ -182,7 +182,7 @@ def reads_sibling(monkeypatch):
 @pytest.mark.parametrize(
     "mutate",
     [
-        keeps_refused,
+        keeps_rejected,
         reads_sibling,
         pytest.param(counts_prompt, marks=pytest.mark.sweep),
         pytest.param(ends_early, marks=pytest.mark.sweep),

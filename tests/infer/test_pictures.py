@@ -112,9 +112,8 @@ def test_the_expected_acceleration_marks_the_preset(drawn):
 
 def test_entropies_are_bars_of_both_models(drawn):
     """SCD, Figure 2: accepted beside rejected tokens, with error bars."""
-    keys = [
-        f"{model}_{outcome}" for model in ("target", "draft") for outcome in ("accepted", "refused")
-    ]
+    outcomes = ("accepted", "rejected")
+    keys = [f"{model}_{outcome}" for model in ("target", "draft") for outcome in outcomes]
     heights = dict(zip(keys, (0.25, 1.0, 0.5, 1.5), strict=True))
     measured = row("scd", 0.7, pm=dict.fromkeys(keys, 0.125), **heights)
     pictures.draw_entropies(None, {"rows": [row("autoregressive", 0.7), measured]})

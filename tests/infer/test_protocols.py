@@ -60,7 +60,7 @@ def test_entropies_are_split_by_accepted_and_rejected(target, draft, monkeypatch
     # The prompt has 3 tokens: token i is drawn from the distribution at cache position 2 + i.
     entropies.add_entropies([row], target, draft, [[7, 8, 9]], [Result(case, [run])])
     assert row["target_accepted"] == pytest.approx((4 + 8 + 32) / 3)
-    assert row["target_refused"] == pytest.approx((64 + 128) / 2)
+    assert row["target_rejected"] == pytest.approx((64 + 128) / 2)
     assert row["draft_accepted"] == pytest.approx(2 * (4 + 8 + 32) / 3)
 
 

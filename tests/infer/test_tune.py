@@ -137,7 +137,7 @@ def test_lossless_methods_have_a_grid(method):
 
 
 def test_ratio_acceptance_takes_greedy_drafts_with_probability_p_over_q():
-    """The argmax has q = 0.5 and p = 0.2, so it passes 2 times in 5; a rule of draws refuses it."""
+    """The argmax has q = 0.5 and p = 0.2, so it passes 2 times in 5; a rule of draws rejects it."""
     rows = 4000
     log_q = jnp.log(jnp.tile(jnp.array([0.5, 0.3, 0.2]), (rows, 1, 1)))
     log_p = jnp.log(jnp.tile(jnp.array([0.2, 0.3, 0.5]), (rows, 2, 1)))
@@ -146,8 +146,8 @@ def test_ratio_acceptance_takes_greedy_drafts_with_probability_p_over_q():
     keys = jax.random.split(jax.random.key(0), rows)
     verdict = ratio_speculative(1).rule(keys, draft, log_p)
     assert float(verdict.num_accepted.mean()) == pytest.approx(0.4, abs=0.03)
-    refused = np.asarray(verdict.tokens)[np.asarray(verdict.num_accepted) == 0, 0]
-    assert set(refused) == {2}, "the residual max(0, p - q) has the last token alone"
+    rejected = np.asarray(verdict.tokens)[np.asarray(verdict.num_accepted) == 0, 0]
+    assert set(rejected) == {2}, "the residual max(0, p - q) has the last token alone"
     with pytest.raises(PairError, match="deterministic"):
         speculative(keys, draft, log_p)
 

@@ -144,7 +144,7 @@ def test_a_target_drafts_for_itself(target, scheme):
         own = sj.generate(target, prompts, method=method, draft=f"self:{scheme}", max_new_tokens=24)
         assert same(plain.tokens, own.tokens)
         assert own.stats["accepted"].sum() > 0.5 * own.stats["tested"].sum()
-    # q is the copy's distribution, not the target's, so some drafts are refused.
+    # q is the copy's distribution, not the target's, so some drafts are rejected.
     made = sj.quantize(target, scheme)
     assert not same(made.params, target.params) and made.dtype == target.dtype
     assert made.params["norm"]["weight"] is target.params["norm"]["weight"]

@@ -75,7 +75,7 @@ CDSL_TABLES = (  # columns and rows of Tables 5 to 8
 COLUMNS = {
     "scd_wikitext": ("diversity, SimCTG", "acceptance", "expected, c = 0.05"),
     "scd_alpacaeval": ("acceptance", "expected, c = 0.05"),
-    "scd_gsm8k": ("GSM8K", "target, accepted", "draft, refused", "expected, c = 0.05"),
+    "scd_gsm8k": ("GSM8K", "target, accepted", "draft, rejected", "expected, c = 0.05"),
     "scd_humaneval": ("pass@1", "target, accepted", "draft, accepted", "expected, c = 0.05"),
     "scd_surface": ("alpha=0.3 beta=", "expected, c = 0.01", "expected, c = 0.2"),
     "mentored": ("max_kl=0.03", "acceptance", "KL, nats/token"),
