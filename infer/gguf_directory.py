@@ -37,7 +37,7 @@ def convert(args: argparse.Namespace) -> int:
 
 
 def write_directory(source: Path, out: Path, overwrite: bool = False) -> Path:
-    """Widens a GGUF file into a directory of its own, float32, which transformers reads, too.
+    """Dequantizes a GGUF file into a directory of its own, float32, which transformers reads, too.
 
     Returns:
       The file of weights.

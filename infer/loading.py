@@ -86,7 +86,7 @@ def _waiting(name: str) -> contextlib.AbstractContextManager:
 
 
 def _say_slow_codes(args: argparse.Namespace) -> None:
-    """Says how to decode faster on a CPU without our kernel, where XLA widens all codes."""
+    """Says how to decode faster on a CPU without our kernel, where XLA dequantizes all codes."""
     if args.quantize is not None or not platform().dense_groups:
         return
     problem = narrow_product.problem()

@@ -168,7 +168,7 @@ def load(
         and bfloat16 elsewhere.
       quantize: ``int8``, ``fp8``, ``int4`` or ``int4:GROUP``: quantizes the weights layer by layer
         (:mod:`specjax.models.quantization`). Checkpoints that are quantized already need no
-        scheme: they keep their codes. ``none`` widens what another library quantized.
+        scheme: they keep their codes. ``none`` dequantizes what another library quantized.
       cache_dtype: ``int8``: the KV cache is int8, with a scale per token and head
         (:mod:`specjax.models.quantized_cache`). None: it has the model's dtype.
       pass_width: tokens per row that short passes are padded to, 1 to 128. None: 8 on

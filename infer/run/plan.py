@@ -232,7 +232,7 @@ def codes_on_cpu() -> str | None:
     problem = narrow_product.problem()
     if problem is None:
         return f"read as they are by passes of up to {wants.kernel_rows} tokens"
-    return f"widened for every pass, which is slower than --quantize none ({problem})"
+    return f"dequantized for every pass, which is slower than --quantize none ({problem})"
 
 
 def sliding_layers(cfg: ModelConfig) -> Plan | None:

@@ -105,7 +105,7 @@ def _bound(args: argparse.Namespace, models: Plan, draft: str | None) -> tuple[J
 def _shapes(
     args: argparse.Namespace, name: str, scheme: str | None, model: Plan, mesh: Mesh | None
 ) -> sj.LM:
-    """A model of shapes. Weights with codes of other libraries have the shapes of widened ones."""
+    """A model of shapes. Weights with codes of other libraries have those of dequantized ones."""
     directory = lm.base_of(name, ("config.json",), args.base)
     cfg = load_config(directory)
     stored = stored_form(directory)

@@ -60,7 +60,7 @@ def _add_forms(group: argparse._ArgumentGroup) -> None:
         type=quantization,
         metavar="SCHEME",
         help="quantize the weights: int8, fp8, int4 or int4:GROUP (GROUP inputs share a scale); "
-        "none widens weights that another library quantized (default: as they are stored)",
+        "none: dequantize weights that another library quantized (default: as they are stored)",
     )
     group.add_argument(
         "--cache-dtype",

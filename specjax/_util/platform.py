@@ -72,7 +72,7 @@ class Platform:
       ragged_products: whether grouped products read each group's weights alone.
       grouped_kernels: whether JAX's Pallas kernels run those.
       kernel_rows: products of up to this many rows are computed by our kernel for CPUs.
-      kernel_group_rows: the same with weights in groups, which XLA would widen first.
+      kernel_group_rows: the same with weights in groups, which XLA would dequantize first.
     """
 
     dtype: str = "bfloat16"

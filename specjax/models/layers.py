@@ -27,8 +27,8 @@ from specjax.models.quantized import Grouped, Joined, PerOutput
 # Up to this many rows the layout decides what a product costs on a CPU; beyond that XLA's own
 # choice is as good.
 NARROW_ROWS = 128
-WIDENED_ENTRIES = 1 << 20  # of a quantized weight, at a time on a CPU
-SMALL_ENTRIES = 1 << 16  # of a weight that is widened at once
+DEQUANTIZED_ENTRIES = 1 << 20  # of a quantized weight, at a time on a CPU
+SMALL_ENTRIES = 1 << 16  # of a weight that is dequantized at once
 
 
 @jax.named_scope("weights")
@@ -103,13 +103,14 @@ def _by_parts(
 ) -> Float[Array, "... o"]:
     """``product(x, weight)``; on a CPU for a part of the outputs after the other.
 
-    A CPU widens the codes before it multiplies. XLA starts early what does not depend on the
-    activations: without the loop it has all layers' weights wide at the same time.
+    A CPU dequantizes the codes before it multiplies. XLA starts early what does not depend on the
+    activations: without the loop it has all layers' weights dequantized at the same time.
     """
     outputs, inputs = weight.shape
     if not platform().dense_groups or outputs * inputs < SMALL_ENTRIES:
         return product(x, weight)
-    size = min(-(-outputs // 2), max(1, WIDENED_ENTRIES // inputs))  # at least two: XLA unrolls one
+    # At least two parts: XLA unrolls one.
+    size = min(-(-outputs // 2), max(1, DEQUANTIZED_ENTRIES // inputs))
     whole = outputs // size
 
     def add(y, first, count):

@@ -32,7 +32,7 @@ MAX_CODE = {"int8": 127, "fp8": 448, "int4": 7}
 CODES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "int4": jnp.int4}
 TABLE_AXIS = "vocab"
 KEPT_TABLES = ("positions", "router")  # by their first axis
-NO_SCHEME = "none"  # widens what a checkpoint quantized
+NO_SCHEME = "none"  # dequantizes what a checkpoint quantized
 
 
 class Scheme(NamedTuple):

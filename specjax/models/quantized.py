@@ -141,7 +141,7 @@ class Grouped(Quantized):
         """The codes with an axis of groups."""
         codes = self.codes
         if codes.dtype == jnp.uint4:
-            codes = codes.astype(jnp.int8)  # XLA for GPUs then stores less of what it widens
+            codes = codes.astype(jnp.int8)  # XLA for GPUs then stores less of the converted codes
         return codes.reshape(self.groups, -1, codes.shape[-1]).astype(dtype)
 
     def dense(self, dtype: DTypeLike) -> Float[Array, "O I"]:

@@ -94,7 +94,7 @@ WIDE = variants.BASE | {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_blocks_keep_their_codes_and_stand_for_what_gguf_widens_them_to(tmp_path, kind):
+def test_blocks_keep_their_codes_and_stand_for_what_gguf_dequantizes_them_to(tmp_path, kind):
     """Seven weights and a table of each kind, bit for bit."""
     tensors = gguf_files.tensors_of(WIDE)
     path = gguf_files.write(tmp_path / "model.gguf", WIDE, tensors, {".weight": kind})
@@ -150,10 +150,10 @@ def test_weights_of_different_forms_are_joined_as_they_are(tmp_path):
         assert np.abs(linear(x, weight) - want).max() < 5e-7 * np.abs(want).max()
 
 
-def test_a_kind_without_a_form_of_ours_is_widened_and_said(tmp_path):
+def test_a_kind_without_a_form_of_ours_is_dequantized_and_said(tmp_path):
     tensors = gguf_files.tensors_of(WIDE)
     path = gguf_files.write(tmp_path / "model.gguf", WIDE, tensors, {"down.weight": "Q3_K"})
-    with pytest.warns(ModelWarning, match=r"widened.*1 of Q3_K"):
+    with pytest.warns(ModelWarning, match=r"dequantized.*1 of Q3_K"):
         _, params = load_gguf(path, fused=True)
     assert not is_quantized(params["layers"]["0"]["mlp"]["down"]["weight"])
 

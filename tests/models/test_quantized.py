@@ -18,7 +18,7 @@ from specjax.models import init_params, load_pretrained, save_pretrained
 from specjax.models.families.head_config import HeadConfig
 from specjax.models.hf.layout import WEIGHTS
 from specjax.models.hf.read import load_config, stored_form
-from specjax.models.layers import WIDENED_ENTRIES, linear
+from specjax.models.layers import DEQUANTIZED_ENTRIES, linear
 from specjax.models.placement import param_specs
 from specjax.models.quantization import parse_scheme, quantize, quantize_params
 from specjax.models.quantized import is_quantized
@@ -86,12 +86,12 @@ def test_a_product_on_accelerators_is_the_dense_weights(monkeypatch, scheme, row
     np.testing.assert_allclose(linear(x, made), want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="only CPUs widen by parts")
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="only CPUs dequantize by parts")
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
 def test_layers_in_a_row_hold_one_product_at_a_time(scheme):
     """Also where the outputs are no whole number of parts."""
     rows, inputs, outputs = 512, 576, 3700
-    assert outputs // 2 > WIDENED_ENTRIES // inputs  # so there are two parts and a rest
+    assert outputs // 2 > DEQUANTIZED_ENTRIES // inputs  # so there are two parts and a rest
     weight = jnp.asarray(weights(shape=(outputs, inputs)))
     quantized = [quantize(weight / n, parse_scheme(scheme), F32) for n in (24, 30, 36, 42)]
     x = jnp.asarray(weights(1, (rows, inputs)))
@@ -104,8 +104,8 @@ def test_layers_in_a_row_hold_one_product_at_a_time(scheme):
     wide = [layer.dense(jnp.float32) for layer in quantized]
     np.testing.assert_allclose(jax.jit(run)(x, quantized), run(x, wide), atol=2e-4)
     memory = jax.jit(run).lower(x, quantized).compile().memory_analysis()
-    widened = 4 * WIDENED_ENTRIES
-    assert memory.temp_size_in_bytes < 2 * rows * outputs * 4 + 3 * widened
+    dequantized = 4 * DEQUANTIZED_ENTRIES
+    assert memory.temp_size_in_bytes < 2 * rows * outputs * 4 + 3 * dequantized
 
 
 @pytest.mark.parametrize(

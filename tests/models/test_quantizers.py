@@ -112,7 +112,7 @@ def dequantized(params):
     )
 
 
-def widened(directory, dense):
+def stored_dense(directory, dense):
     """Params of the directory with the weights that its codes mean."""
     save_tensors(directory / WEIGHTS, dense)
     edit_config(directory, quantization_config=...)
@@ -132,7 +132,7 @@ def test_a_directory_decodes_as_the_weights_that_it_means(directory, form):
     layer = params["layers"]["0"]
     for module in (layer["attention"]["qkv"], layer["mlp"]["gate_up"], layer["mlp"]["down"]):
         assert is_quantized(module["weight"])
-    want = widened(directory, dense)
+    want = stored_dense(directory, dense)
     for got, expected in zip(
         jax.tree.leaves(dequantized(params)), jax.tree.leaves(want), strict=True
     ):
@@ -172,7 +172,7 @@ def test_weights_of_several_forms_are_joined(directory):
     assert same(decoded(cfg, params), decoded(cfg, dequantized(params)))
 
 
-def test_groups_of_several_sizes_are_widened(directory):
+def test_groups_of_several_sizes_are_dequantized(directory):
     """What g_idx may say, and our groups cannot: one line says that the weight is an array."""
     dense = quantize_directory(directory, "gptq")
     tensors = load_tensors(directory / WEIGHTS)
@@ -238,7 +238,7 @@ def without_order(layer):
     return jax.tree.map(change, layer, is_leaf=is_quantized)
 
 
-def test_weights_are_widened_where_that_is_asked_for(directory, tmp_path, capsys):
+def test_weights_are_dequantized_where_that_is_asked_for(directory, tmp_path, capsys):
     dense = quantize_directory(directory, "awq")
     with pytest.raises(sj.ModelError, match=r"are quantized \(awq, 4 bits, groups of 32\); take"):
         load_pretrained(directory)
@@ -408,7 +408,7 @@ LIBRARY = {  # format: the weights' arguments of compressed-tensors
 @pytest.mark.torch
 @pytest.mark.parametrize("form", LIBRARY)
 def test_compressed_tensors_writes_and_means_the_same(tmp_path, form):
-    """What the library itself writes and widens, where it is installed."""
+    """What the library itself writes and dequantizes, where it is installed."""
     pytest.importorskip("compressed_tensors")
     import torch
     from compressed_tensors.compressors import BaseCompressor
@@ -433,7 +433,7 @@ def test_compressed_tensors_writes_and_means_the_same(tmp_path, form):
         parts = group_parts(OpenWeights.open(files), quantizer)[1]["m.weight"]
         made = quantizer.read(parts, (64, 128))
         want = compressor.decompress(tensors, scheme)["weight"].float().numpy()
-        # The library widens FP4 in bfloat16.
+        # The library dequantizes FP4 in bfloat16.
         close = 2**-8 if "fp4" in form else 1e-6
         np.testing.assert_allclose(made.dense(jnp.float32), want, rtol=close, atol=1e-6)
 

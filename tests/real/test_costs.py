@@ -72,7 +72,7 @@ def test_loading_needs_little_more_memory_than_what_is_kept(name, scheme, most):
 @reads_memory
 @pytest.mark.parametrize("name", ["smollm2", "gemma3-270m"])
 def test_quantized_weights_take_less_memory_to_decode_with(name):
-    """No program widens a copy of all codes: the peak falls by at least half of what they save."""
+    """No program dequantizes all codes: the peak falls by at least half of what they save."""
     installed_file(name)
 
     def peak(scheme):

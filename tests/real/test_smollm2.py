@@ -98,7 +98,7 @@ def test_a_long_prompt_in_pieces_and_a_prefix(smollm2, prompts, plain):
 
 @pytest.mark.sweep
 def test_the_files_codes_give_the_same_tokens(plain, prompts):
-    """The weights as they are in the file; a CPU widens them for each pass."""
+    """The weights as they are in the file; a CPU dequantizes them for each pass."""
     kept = sj.load("smollm2")
     weight = kept.params["layers"]["0"]["mlp"]["down"]["weight"]
     assert is_quantized(weight) and weight.codes.dtype == jnp.uint4

@@ -263,7 +263,7 @@ def is_linear(name):
 
 
 def quantize_directory(directory, form):
-    """Quantizes the linear weights of a directory in place; returns all weights, widened."""
+    """Quantizes the linear weights of a directory in place; returns all weights, dequantized."""
     write, settings = FORMS[form] if isinstance(form, str) else form
     plain = load_file(directory / WEIGHTS)
     stored = {}

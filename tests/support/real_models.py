@@ -38,7 +38,7 @@ def loaded(name: str, **options) -> sj.LM:
 
 @pytest.fixture(scope="session")
 def smollm2():
-    """The model with its weights widened, which a CPU computes fastest."""
+    """The model with its weights dequantized, which a CPU computes fastest."""
     return loaded("smollm2", quantize="none")
 
 

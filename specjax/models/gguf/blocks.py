@@ -3,7 +3,7 @@
 A block of 32 inputs has a scale, and perhaps an offset. K-quants have blocks of 256 inputs. Their
 groups of 16 or 32 have scales that are codes themselves, with one more scale for the block. All of
 it fits :class:`specjax.models.quantized.Grouped`, so nothing is rounded: ``codes · scale + offset``
-in float32 is bit for bit what the ``gguf`` package widens a block to.
+in float32 is bit for bit what the ``gguf`` package dequantizes a block to.
 
 Axis legend: O outputs, B blocks of an output, G groups of an output, I inputs.
 """

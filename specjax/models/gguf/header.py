@@ -107,7 +107,7 @@ def read_header(path: Path) -> Header:
 
 
 def gguf_package() -> Any:
-    """The gguf package, an extra: its types of tensors, and the functions that widen them.
+    """The gguf package, an extra: its types of tensors, and the functions that dequantize them.
 
     Raises:
       ModelError: it is not installed; the message says how to install it.

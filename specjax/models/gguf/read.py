@@ -1,7 +1,7 @@
 """Loads a model from a GGUF file, strictly: every tensor of the model, and no others.
 
-Weights in blocks that :mod:`specjax.models.gguf.blocks` knows keep their codes. Others are widened
-by the gguf package.
+Weights in blocks that :mod:`specjax.models.gguf.blocks` knows keep their codes. The gguf package
+dequantizes others.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def load_gguf(
 
     Args:
       quantize: None: weights keep their codes where that is exact, in the inference layout.
-        ``none``: all are widened. A scheme: they are widened, and quantized anew.
+        ``none``: all are dequantized. A scheme: they are dequantized, and quantized anew.
     Raises:
       ModelError: the file is damaged, a tensor is missing, unknown or of another shape, or the
         architecture is not supported. The message names it.
@@ -65,7 +65,7 @@ def load_gguf(
     header = read_header(path)
     cfg = _config(header)
     if fused and quantize is None:
-        _say_widened(header)
+        _say_dequantized(header)
     scheme = None
     if quantize not in (None, NO_SCHEME):
         scheme = parse_scheme(quantize)
@@ -81,7 +81,7 @@ def load_gguf(
             return _in_order(header, cfg, name, _read_tensor(file, header, name, read_dtype, keep))
 
         def read_rows(name: str, shape: tuple[int, ...], first: int, last: int) -> np.ndarray:
-            return _widened(file, header.tensors[name], read_dtype, first, last)
+            return _dequantized(file, header.tensors[name], read_dtype, first, last)
 
         tables = [place.stored.name for place in leaves_of(places) if len(place.shape) == 2]
         is_table_kept = any(keep and is_kept(header.tensors[name]) for name in tables)
@@ -100,14 +100,14 @@ def load_gguf(
 def _read_tensor(
     file: Any, header: Header, name: str, read_dtype: jnp.dtype, keep: bool
 ) -> np.ndarray | Grouped:
-    """A tensor: with its codes where ``keep`` is set and they have a form, else widened."""
+    """A tensor: with its codes where ``keep`` is set and they have a form, else dequantized."""
     tensor = header.tensors[name]
     if keep and is_kept(tensor):
         return _grouped(file, tensor, read_dtype)
     if _has_offset(header, name):
         # The file holds 1 + weight; only then is it rounded to its dtype.
-        return _widened(file, tensor, jnp.dtype(jnp.float32)) - 1
-    return _widened(file, tensor, read_dtype)
+        return _dequantized(file, tensor, jnp.dtype(jnp.float32)) - 1
+    return _dequantized(file, tensor, read_dtype)
 
 
 def is_kept(tensor: Tensor) -> bool:
@@ -115,12 +115,12 @@ def is_kept(tensor: Tensor) -> bool:
     return tensor.kind in KINDS and len(tensor.shape) == 2
 
 
-def _say_widened(header: Header) -> None:
+def _say_dequantized(header: Header) -> None:
     """Warns of quantized tensors that do not keep their codes."""
     kinds = Counter(tensor.kind for tensor in header.tensors.values() if not is_kept(tensor))
     named = ", ".join(f"{n} of {kind}" for kind, n in sorted(kinds.items()) if kind not in FLOATS)
     if named:
-        text = f"{header.path}: tensors that are widened, since their form is not kept: {named}"
+        text = f"{header.path}: tensors that are dequantized, since their form is not kept: {named}"
         warnings.warn(text, ModelWarning, stacklevel=4)
 
 
@@ -147,7 +147,7 @@ def _config(header: Header) -> ModelConfig:
 
     def rope_factors() -> np.ndarray:
         with open_file(header.path) as file:
-            return _widened(file, header.tensors[ROPE_FACTORS], jnp.dtype(jnp.float32))
+            return _dequantized(file, header.tensors[ROPE_FACTORS], jnp.dtype(jnp.float32))
 
     cfg = config_of(header, rope_factors)
     # A wrong number of layers must not make us build each of them.
@@ -229,7 +229,7 @@ def _chunks(
         yield begin - first, np.frombuffer(data, np.uint8).reshape(count, width)
 
 
-def _widened(
+def _dequantized(
     file: Any, tensor: Tensor, dtype: jnp.dtype, first: int = 0, last: int | None = None
 ) -> np.ndarray:
     """A tensor as an array, or rows ``first`` to ``last`` of it."""
@@ -241,12 +241,12 @@ def _widened(
     values = aligned((1, *shape) if len(shape) == 1 else shape, dtype)
     for begin, data in _chunks(file, tensor, first, last):
         try:
-            wide = _floats(tensor.kind, data)
-            if wide is None:
-                wide = package.dequantize(data, kind)
+            dense = _floats(tensor.kind, data)
+            if dense is None:
+                dense = package.dequantize(data, kind)
         except NotImplementedError:
             raise ModelError(f"{file.name}: weights of {tensor.kind} are not supported") from None
-        values[begin : begin + len(data)] = wide.reshape(len(data), *values.shape[1:])
+        values[begin : begin + len(data)] = dense.reshape(len(data), *values.shape[1:])
     return values.reshape(shape)
 
 

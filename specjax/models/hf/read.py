@@ -67,7 +67,7 @@ def load_pretrained(
         no code in the pickle runs. Needs the torch extra.
       place_part: is given every part of the params as soon as it is read.
       quantize: a scheme (:func:`specjax.models.quantization.parse_scheme`), which needs ``fused``.
-        Each weight is quantized before the next is read. ``none`` widens what another library
+        Each weight is quantized before the next is read. ``none`` dequantizes what another library
         quantized; by default its codes are kept, which needs ``fused``, too.
       only_tables: read no layer: the params are embedding, last norm and output table.
     Returns:
@@ -101,7 +101,7 @@ def load_pretrained(
     read, read_rows = _readers(cfg, weights, stored_names, others)
     params = from_tensors(cfg, read, dtype, fused, place_part, requested, read_rows, only_tables)
     if others is not None:
-        others.warn_of_widened(directory, dtype)
+        others.warn_of_dequantized(directory, dtype)
     return cfg, params
 
 
@@ -267,16 +267,16 @@ class _QuantizedReader:
 
     Attributes:
       parts: the stored tensors of each such weight.
-      keep: whether codes are kept where ours has the form; otherwise all weights are widened.
+      keep: whether codes are kept where ours has the form; otherwise all weights are dequantized.
       transposed: the names of weights that the family stores ``[in, out]``.
-      widened: the names of weights that were to be kept and have no form.
+      dequantized: the names of weights that were to be kept and have no form.
     """
 
     quantizer: Quantizer
     parts: dict[str, StoredParts]
     keep: bool
     transposed: set[str]
-    widened: list[str] = dataclasses.field(default_factory=list)
+    dequantized: list[str] = dataclasses.field(default_factory=list)
 
     def read(self, name: str, file_name: str, shape: tuple[int, ...]) -> Any:
         """A weight: quantized ``[out, in]``, or an array of this shape, as its family stores it.
@@ -295,7 +295,7 @@ class _QuantizedReader:
         if self.keep and is_quantized(weight):
             return weight
         if self.keep:
-            self.widened.append(file_name)
+            self.dequantized.append(file_name)
         elif is_quantized(weight):
             weight = np.asarray(weight.dense(jnp.float32))
         return weight.T if is_transposed else weight
@@ -310,12 +310,13 @@ class _QuantizedReader:
         dense = np.stack([np.asarray(expert.dense(jnp.float32)) for expert in experts])
         return dense.swapaxes(1, 2) if is_transposed else dense
 
-    def warn_of_widened(self, directory: Path, dtype: jnp.dtype) -> None:
-        """Warns in one line if weights were widened that were to be kept."""
-        if self.widened:
+    def warn_of_dequantized(self, directory: Path, dtype: jnp.dtype) -> None:
+        """Warns in one line if weights were dequantized that were to be kept."""
+        if self.dequantized:
             text = (
-                f"{directory}: {len(self.widened)} quantized weights, such as {self.widened[0]}, "
-                f"have a form that is not kept; they are widened to {jnp.dtype(dtype).name}"
+                f"{directory}: {len(self.dequantized)} quantized weights, such as "
+                f"{self.dequantized[0]}, have a form that is not kept; they are dequantized to "
+                f"{jnp.dtype(dtype).name}"
             )
             warnings.warn(text, ModelWarning, stacklevel=3)
 

@@ -1,8 +1,8 @@
 """Weights that other libraries quantized, as they store them.
 
 A weight stays in its 8 or 4 bits where :mod:`specjax.models.quantized` has the form, and is
-widened to an array where it has not. Which weights are quantized follows from the tensors: lists
-such as ``modules_to_not_convert`` are not needed. Activations are not quantized.
+dequantized where it has not. Which weights are quantized follows from the tensors: lists such as
+``modules_to_not_convert`` are not needed. Activations are not quantized.
 """
 
 from __future__ import annotations

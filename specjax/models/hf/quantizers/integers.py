@@ -101,7 +101,7 @@ class GPTQ(Quantizer):
         if not np.array_equal(groups, usual):
             order = np.argsort(groups, kind="stable")
             if not np.array_equal(groups[order], usual):  # groups of several sizes
-                return _widened(signed, scales, zeros, groups)
+                return _dequantized(signed, scales, zeros, groups)
             signed = signed[order]
         return grouped(signed, CODE_DTYPES[self.bits], scales, group, zeros, order)
 
@@ -118,7 +118,7 @@ class GPTQ(Quantizer):
         return groups
 
 
-def _widened(
+def _dequantized(
     codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, groups: np.ndarray
 ) -> np.ndarray:
     """The weight ``[O, I]`` in float32, from signed codes ``[I, O]`` and each input's group."""
