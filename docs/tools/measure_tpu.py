@@ -65,7 +65,7 @@ from specjax.models.attention.long_cache import (
 )
 from specjax.models.cache import row_bytes
 from specjax.models.experts import distinct_experts
-from specjax.models.quantization import awake_bytes, parse_scheme
+from specjax.models.quantization import active_bytes, parse_scheme
 from specjax.models.sharding import PARTIAL_SUMS
 from specjax.registry import METHODS
 from specjax.runtime.generate import make_engine
@@ -329,7 +329,7 @@ def held(model: sj.LM, rows: int, args: argparse.Namespace) -> float:
     token of each row wakes.
     """
     cfg, chips = model.config, args.mesh["model"]
-    weights = awake_bytes(cfg, rows, jnp.bfloat16, args.quantize)
+    weights = active_bytes(cfg, rows, jnp.bfloat16, args.quantize)
     if not cfg.tie_embeddings:
         table = jax.tree.leaves(model.params["embed"])
         weights -= sum(x.size * x.dtype.itemsize for x in table) / chips

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from specjax.models import ModelConfig, from_hf
 from specjax.models.cache import row_bytes
-from specjax.models.quantization import awake_bytes
+from specjax.models.quantization import active_bytes
 
 
 def _llama(hidden: int, layers: int, heads: int, inner: int, tied: bool = False) -> dict:
@@ -128,4 +128,4 @@ def pass_bytes(cfg: ModelConfig, rows: int, positions: int) -> float:
     """
     table = 0 if cfg.tie_embeddings else 2 * cfg.vocab_size * cfg.hidden_size
     cache = rows * row_bytes(cfg, positions, "bfloat16")
-    return awake_bytes(cfg, rows, "bfloat16") - table + cache
+    return active_bytes(cfg, rows, "bfloat16") - table + cache

@@ -32,7 +32,7 @@ from specjax.models.placement import check_split
 from specjax.models.quantization import (
     NO_SCHEME,
     StoredForm,
-    awake_bytes,
+    active_bytes,
     param_bytes,
     parse_scheme,
 )
@@ -199,7 +199,7 @@ def _experts_plan(cfg: ModelConfig, dtype: Any, scheme: StoredForm | None) -> Pl
     """
     if cfg.experts is None:
         return None
-    read = {tokens: awake_bytes(cfg, tokens, dtype, scheme) for tokens in PASS_TOKENS}
+    read = {tokens: active_bytes(cfg, tokens, dtype, scheme) for tokens in PASS_TOKENS}
     return {
         "count": cfg.experts.count,
         "per_token": cfg.experts.active,

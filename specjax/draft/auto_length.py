@@ -11,8 +11,8 @@ estimated from past rounds; the costs are an argument. The choice reads nothing 
 round, so a lossless rule stays lossless.
 
 In a mixture of experts a target pass costs what its tokens' experts do. Rounds that are timed
-therefore verify tokens that differ (:class:`FormRound`). T of them wake about E · (1 − (1 − k/E)^T)
-of E experts, if each token chooses k. A draft model that repeats itself would wake k.
+therefore verify tokens that differ (:class:`FormRound`). For T of them about E · (1 − (1 − k/E)^T)
+of E experts are active, if each token chooses k. With a draft that repeats one token it would be k.
 
 How costs are measured is not known here: see :mod:`specjax.runtime.round_costs`.
 

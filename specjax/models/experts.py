@@ -493,5 +493,5 @@ def _block_size(slots: int, count: int) -> int:
 
 
 def distinct_experts(experts: ExpertsConfig, tokens: int) -> float:
-    """How many experts so many tokens wake, if each chooses alike and apart from the others."""
+    """How many experts are active for so many tokens, if each chooses alike and by itself."""
     return experts.count * (1 - (1 - experts.active / experts.count) ** tokens)

@@ -192,21 +192,21 @@ def param_bytes(cfg: ModelConfig, dtype: DTypeLike, scheme: StoredForm | None = 
     return sum(jax.tree.leaves(_leaf_bytes(cfg, dtype, scheme)))
 
 
-def awake_bytes(
+def active_bytes(
     cfg: ModelConfig, tokens: int, dtype: DTypeLike, scheme: StoredForm | None = None
 ) -> int:
     """Bytes of the params that a pass over so many tokens uses.
 
-    Of a mixture's experts they are as many as the tokens wake, if each token chooses apart from the
-    others (:func:`specjax.models.experts.distinct_experts`). The embedding counts.
+    Of a mixture's experts only the active ones count, if each token chooses by itself
+    (:func:`specjax.models.experts.distinct_experts`). The embedding counts.
     """
     sizes = _leaf_bytes(cfg, dtype, scheme)
-    asleep = 0.0
+    inactive = 0.0
     for layer in sizes["layers"].values():
         if cfg.experts is not None and "experts" in layer["mlp"]:
             share = 1 - distinct_experts(cfg.experts, tokens) / cfg.experts.count
-            asleep += share * sum(jax.tree.leaves(layer["mlp"]["experts"]))
-    return sum(jax.tree.leaves(sizes)) - round(asleep)
+            inactive += share * sum(jax.tree.leaves(layer["mlp"]["experts"]))
+    return sum(jax.tree.leaves(sizes)) - round(inactive)
 
 
 def _leaf_bytes(cfg: ModelConfig, dtype: DTypeLike, scheme: StoredForm | None) -> dict:

@@ -3,7 +3,7 @@
 :mod:`specjax.draft.auto_length` chooses the draft length by these costs. The rounds that are timed
 run in the program that decodes. If all draft forms but one have an infinite cost, it takes that
 one. So nothing is compiled for the measurement. A timed round verifies tokens that differ, for in a
-mixture of experts a pass costs as much as the experts that its tokens wake. Costs are kept on disk
+mixture of experts a pass costs as much as its active experts. Costs are kept on disk
 (:mod:`specjax.runtime.kept_costs`).
 """
 

@@ -65,7 +65,7 @@ def test_memory_is_at_most_what_a_container_allows(tmp_path, name, text, limit):
     assert machine > 2**21 and host_memory(tmp_path) == (limit or machine)
 
 
-def test_the_plan_of_a_mixture_counts_the_experts_that_a_pass_wakes(tmp_path):
+def test_the_plan_of_a_mixture_counts_the_active_experts_of_a_pass(tmp_path):
     cfg, params, _ = build("deepseek_v3")
     save_pretrained(tmp_path / "model", cfg, params)
     plan = make_plan({"target": str(tmp_path / "model")}, "float32", 2**30)["target"]
@@ -73,8 +73,8 @@ def test_the_plan_of_a_mixture_counts_the_experts_that_a_pass_wakes(tmp_path):
     assert read[1] == 4 * plan["active_parameters"]
     experts = params["layers"]["1"]["mlp"]["experts"]
     one = sum(x.nbytes for x in jax.tree.leaves(experts)) // 8
-    awake = 8 * (1 - (5 / 8) ** 4)  # three of eight experts for each of four tokens
-    assert read[4] == pytest.approx(plan["weight_bytes"] - (8 - awake) * one, abs=1)
+    active = 8 * (1 - (5 / 8) ** 4)  # three of eight experts for each of four tokens
+    assert read[4] == pytest.approx(plan["weight_bytes"] - (8 - active) * one, abs=1)
     assert "3 of 8 for a token" in plan_text(tmp_path / "model")
 
 
