@@ -17,12 +17,12 @@ from jaxtyping import Array, Bool, Float, Int
 from specjax._util.platform import platform
 from specjax.core import probs, vocabulary
 
-# The search narrows two bounds around the cut until one logit is left between them. Each turn
-# splits the range into PARTS in one pass over the vocabulary. On a CPU each sum costs a pass, so
-# there a turn halves the range HALVES times instead.
+# The search narrows two bounds around the cut until one logit is left between them. Each
+# iteration splits the range into PARTS in one pass over the vocabulary. On a CPU each sum costs a
+# pass, so there an iteration halves the range HALVES times instead.
 PARTS = 8
 HALVES = 12
-PASSES = 64  # more turns than any finite logits need; logits of +inf must not hang the device
+ITERATIONS = 64  # more than any finite logits need; logits of +inf must not hang the device
 # Names of the search's loops in a compiled program.
 SEARCHING = "top-p search"
 COUNTING = "top-k search"
@@ -95,16 +95,16 @@ def find_floor(
     """The least logit in ``bounds`` with less than ``goal`` of ``weight(x)`` strictly above it.
 
     Only for ``rows``; other rows get any number. The search ends when one logit is left between
-    the bounds. For logits that were bfloat16 that takes three or four turns of :data:`PARTS`. A
-    row that is done does not change any more.
+    the bounds. For logits that were bfloat16 that takes three or four iterations of
+    :data:`PARTS`. A row that is done does not change any more.
     """
     split = _halve if platform().halves_search else _part
 
     def more(carry):
-        return (carry[0] < PASSES) & jnp.any(carry[-1])
+        return (carry[0] < ITERATIONS) & jnp.any(carry[-1])
 
     def narrow(carry):
-        turn, low, high, open_ = carry  # the floor is above low and at most high
+        iteration, low, high, open_ = carry  # the floor is above low and at most high
         above = jnp.where(x > low[:, None], x, jnp.inf)
         below = jnp.where(x <= high[:, None], x, -jnp.inf)
         least, most = _reduce_vocabulary(jnp.max, -jnp.inf, [-above, below]).T
@@ -113,7 +113,7 @@ def find_floor(
         new_low, new_high = split(x, weight(x), goal, low, high)
         low = jnp.where(open_ & ~found, new_low, low)
         high = jnp.where(open_, jnp.where(found, most, jnp.minimum(new_high, most)), high)
-        return turn + 1, low, high, open_ & ~found
+        return iteration + 1, low, high, open_ & ~found
 
     lowest, highest = bounds
     # The floor may be the lowest logit itself, and it must lie strictly above ``low``.

@@ -111,7 +111,7 @@ def _forced_chain(
 
 
 def _node_states(tables: GrammarTables, root: Int[Array, "B"], draft: Draft) -> Int[Array, "B N"]:
-    """The state after each node. It is right for nodes of depth d after d turns."""
+    """The state after each node. It is right for nodes of depth d after d iterations."""
     parents = jnp.minimum(jnp.asarray(draft.parents), draft.shape.nodes - 1)
     is_root = jnp.arange(draft.shape.nodes) == ROOT
     states = jnp.broadcast_to(root[:, None], draft.tokens.shape)

@@ -302,14 +302,14 @@ class Verified(NamedTuple):
 def cond_in_place(condition: Bool[Array, ""], function: Callable[[T], T], carry: T) -> T:
     """``function(carry)`` if ``condition`` holds, else ``carry``.
 
-    It is a loop of at most one turn. ``lax.cond`` would keep a second copy of what it returns, and
-    the carry holds caches. The loop counts turns, so that a kernel computes its condition. With a
-    flag as the condition, rounds that an H100 ran as one CUDA graph wrote wrong tokens.
+    It is a loop of at most one iteration. ``lax.cond`` would keep a second copy of what it returns,
+    and the carry holds caches. The loop counts down, so that a kernel computes its condition. With
+    a flag as the condition, rounds that an H100 ran as one CUDA graph wrote wrong tokens.
     """
 
     def run(loop):
-        turns, carry = loop
-        return turns - 1, function(carry)
+        iterations, carry = loop
+        return iterations - 1, function(carry)
 
-    turns = condition.astype(jnp.int32)
-    return jax.lax.while_loop(lambda loop: loop[0] > 0, run, (turns, carry))[1]
+    iterations = condition.astype(jnp.int32)
+    return jax.lax.while_loop(lambda loop: loop[0] > 0, run, (iterations, carry))[1]

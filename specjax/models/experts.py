@@ -453,7 +453,7 @@ def _needed_blocks(
     size = blocks.slot_at.shape[1]
 
     def add_block(number: Array, out: Array) -> Array:
-        # A slice at the loop's turn would not go into a CUDA graph; sums and gathers do.
+        # A slice at the loop's counter would not go into a CUDA graph; sums and gathers do.
         expert = jnp.sum(blocks.ends <= number)
         slots = jnp.take(blocks.slot_at.reshape(-1), number * size + jnp.arange(size))
         result = _run_block(run, leaves, inputs, expert, slots)
@@ -465,7 +465,7 @@ def _needed_blocks(
 def _every_block(
     run: Callable, leaves: Any, inputs: Float[Array, "S D"], blocks: _Blocks
 ) -> Float[Array, "S D"]:
-    """The same as :func:`_needed_blocks`. It has gradients: its loop's turns are known."""
+    """The same as :func:`_needed_blocks`. It has gradients: the length of its loop is known."""
     run_again = jax.checkpoint(functools.partial(_run_block, run), prevent_cse=False)
 
     def step(carry: None, block: tuple[Array, Array]) -> tuple[None, Array]:

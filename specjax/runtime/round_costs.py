@@ -112,8 +112,8 @@ def _measure(
 
     # The forms take turns, so that a slow second of the machine does not hit one form alone.
     began = time.perf_counter()
-    for turn in range(REPEATS):
-        if turn >= LEAST_REPEATS and time.perf_counter() - began > SECONDS:
+    for repeat in range(REPEATS):
+        if repeat >= LEAST_REPEATS and time.perf_counter() - began > SECONDS:
             break
         for i in range(len(method.forms)):
             costs = np.where(np.arange(len(method.forms)) == i, 1, np.inf).astype(np.float32)

@@ -125,8 +125,8 @@ def root_path(draft: Draft, node: Int[Array, "B"], depth: Int[Array, "B"]) -> In
     if draft.shape.is_chain:
         return jnp.where(position <= depth[:, None], position, NO_NODE)
 
-    # The nodes from `node` up to the root, which then repeats. No loop on the device: its turns are
-    # few and tiny, and on a GPU each would wait for the one before.
+    # The nodes from `node` up to the root, which then repeats. No loop on the device: its
+    # iterations are few and tiny, and on a GPU each would wait for the one before.
     upward = [node]
     for _ in range(draft.shape.depth):
         parent = probs.at_index(jnp.asarray(draft.parents), upward[-1])

@@ -310,10 +310,10 @@ def test_costs_are_measured_once_per_shape(target, draft, monkeypatch):
 def test_costs_are_kept_on_disk(target, draft, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECJAX_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(round_costs, "_MEASURED", {})
-    turns = []
+    measurements = []
     seconds = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]
     monkeypatch.setattr(
-        round_costs, "_measure", lambda *args: turns.append(1) or (seconds, args[-1])
+        round_costs, "_measure", lambda *args: measurements.append(1) or (seconds, args[-1])
     )
 
     def decode(slots):
@@ -322,18 +322,18 @@ def test_costs_are_kept_on_disk(target, draft, tmp_path, monkeypatch):
         return costs
 
     first = decode(2)
-    assert decode(2) == first and len(turns) == 1
+    assert decode(2) == first and len(measurements) == 1
     (file,) = (tmp_path / kept_costs.NAME).iterdir()
     decode(1)
-    assert len(turns) == 2, "another number of slots has other costs"
+    assert len(measurements) == 2, "another number of slots has other costs"
     for damaged in ("[1.0, 2.0]", "[0.0, 1, 1, 1, 1, 1]", "{", "[NaN, 1.0, 1.0, 1.0, 1.0, 1.0]"):
-        turns.clear()
+        measurements.clear()
         file.write_text(damaged)
         decode(2)
-        assert len(turns) == 1, damaged
+        assert len(measurements) == 1, damaged
     seconds[1] = 3.0  # other work of the machine fell on this form
     file.unlink()
-    assert decode(2)[1] == pytest.approx(1.2) and decode(2) and len(turns) == 3
+    assert decode(2)[1] == pytest.approx(1.2) and decode(2) and len(measurements) == 3
     assert not file.exists()
 
 

@@ -408,13 +408,13 @@ def test_lookaheads_on_the_demo_pair_are_the_reference(method):
 
 @pytest.mark.slow
 def test_three_branches_cost_little_more_than_one():
-    """The lookaheads' batching: k = 3 against k = 1, least of seven turns each.
+    """The lookaheads' batching: k = 3 against k = 1, least of seven repeats each.
 
     Seconds are the processor's, of all threads: the clock on the wall also counts other work.
     """
     target, draft, _, prompts, words = _demo()
     least = {1: math.inf, 3: math.inf}
-    for turn in range(8):
+    for repeat in range(8):
         for k in least:
             began = time.process_time()
             sj.generate(
@@ -427,7 +427,7 @@ def test_three_branches_cost_little_more_than_one():
                 constraints=[{"lexical": words[0]}],
                 max_new_tokens=24,
             )
-            if turn:  # the first one compiles
+            if repeat:  # the first one compiles
                 least[k] = min(least[k], time.process_time() - began)
     print(f"k = 3 over k = 1: {least[3] / least[1]:.2f}, {least[1]:.3f} s for k = 1")
     assert least[3] < 1.7 * least[1]

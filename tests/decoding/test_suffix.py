@@ -125,14 +125,14 @@ def test_drafts_equal_those_of_a_slow_reference_over_the_rows_of_a_job():
         for past, row in zip(texts, own, strict=True):
             past.append(row)
         state = begin(drafter, *padded(rows), carried)
-        for turn in range(5):
+        for round_ in range(5):
             for row, new in zip(own, rows, strict=True):
                 row[:] = new
             tokens, valid, state = propose(drafter, *padded(rows), state)
             expected = [reference(texts, row, slot, 3, 4) for slot, row in enumerate(rows)]
             assert drafts(tokens, valid) == expected
             drafted += sum(map(len, expected))
-            if turn < 4:
+            if round_ < 4:
                 rows = [row + rng.integers(0, 4, rng.integers(1, 5)).tolist() for row in rows]
         carried = state
     assert drafted > 60

@@ -84,8 +84,8 @@ def test_the_search_takes_four_passes_for_logits_of_bfloat16(top_p, scale, monke
     settings = sj.Sampling(0.8, 0, top_p).arrays(2)
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     kept = []
-    for passes in (4, 64):
-        monkeypatch.setattr("specjax.core.floor.PASSES", passes)
+    for iterations in (4, 64):
+        monkeypatch.setattr("specjax.core.floor.ITERATIONS", iterations)
         kept.append(np.exp(jax.jit(lambda x: warp(x, settings))(logits)))
     np.testing.assert_array_equal(*kept)
     assert (kept[0] > 0).sum() > 2 * 64  # more tokens than the 64 largest per row

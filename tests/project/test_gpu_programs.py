@@ -84,7 +84,7 @@ def test_rounds_of_a_mixture_are_one_graph():
 def test_greedy_rounds_are_one_graph_too():
     greedy = ("--layers", "1", "--batch", "8", "--draws", "greedy")
     (speculative, beam) = measured("speculative", "beam", *greedy)
-    # Passes of several widths are loops of one turn.
+    # Passes of several widths are loops of one iteration.
     (lookup,) = measured("lookup", *greedy, "--pass-width", "1")
     check_one_graph([speculative, beam, lookup])
     # Beams change places, and their caches move in place.

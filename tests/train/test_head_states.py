@@ -138,11 +138,11 @@ def test_a_longer_run_reads_the_rows_again_in_another_order(target, stored):
     cfg, setup, states = loaded(target, stored)
     rows = training_rows(setup.data, cfg.data.seq_len, cfg.run.seed)
 
-    def turn(number):
+    def epoch(number):
         numbers = range(number * ROWS, (number + 1) * ROWS)
         return [states.training_row(rows[i], i)["tokens"].tobytes() for i in numbers]
 
-    first, second, third = map(turn, range(3))
+    first, second, third = map(epoch, range(3))
     assert first != second != third != first
     assert sorted(first) == sorted(second) == sorted(third)
 

@@ -37,8 +37,8 @@ def build_manifest(documents: Iterable[Document]) -> dict:
     # Modules take turns, so that the first functions come from many of them.
     by_module = [_select(document, trained) for document in held_out]
     functions = []
-    for turn in zip_longest(*by_module):
-        functions += [function for function in turn if function is not None]
+    for group in zip_longest(*by_module):
+        functions += [function for function in group if function is not None]
     entries = [{"module": f.module, "name": f.name, "sha256": f.sha256} for f in functions]
     return {"python": platform.python_version(), "functions": entries}
 

@@ -98,7 +98,7 @@ class StoredStates:
     held_out_rows: int
     rows_per_shard: int
     seed: int
-    _turn: tuple[int, np.ndarray] | None = None
+    _epoch_order: tuple[int, np.ndarray] | None = None
 
     def training_row(self, row: Batch, number: int) -> Batch:
         """The stored row for row ``number`` of the run: a :class:`train.data.packing.Transform`.
@@ -109,11 +109,11 @@ class StoredStates:
         Raises:
           InputError: ``row`` is not the row that was stored, or a shard cannot be read.
         """
-        turn, place = divmod(number, self.rows)
-        if turn:
-            place = int(self._order(turn)[place])
+        epoch, place = divmod(number, self.rows)
+        if epoch:
+            place = int(self._order(epoch)[place])
         stored = self._read(TRAINING, place)
-        if not turn:
+        if not epoch:
             self._require_same(without_answers(row), stored, place)
         return stored
 
@@ -134,14 +134,14 @@ class StoredStates:
             self._require_same({name: x[i] for name, x in rows.items()}, row, number)
         return stack(stored)
 
-    def _order(self, turn: int) -> np.ndarray:
-        """The order of the rows in a further turn over them."""
-        # Read the attribute once: another thread may set it to the next turn.
-        latest = self._turn
-        if latest is None or latest[0] != turn:
-            bits = np.random.Philox(key=np.array([self.seed, turn], np.uint64))
-            latest = (turn, np.random.Generator(bits).permutation(self.rows))
-            self._turn = latest
+    def _order(self, epoch: int) -> np.ndarray:
+        """The order of the rows in a further epoch."""
+        # Read the attribute once: another thread may set it to the next epoch.
+        latest = self._epoch_order
+        if latest is None or latest[0] != epoch:
+            bits = np.random.Philox(key=np.array([self.seed, epoch], np.uint64))
+            latest = (epoch, np.random.Generator(bits).permutation(self.rows))
+            self._epoch_order = latest
         return latest[1]
 
     def _read(self, kind: str, number: int) -> Batch:

@@ -194,8 +194,8 @@ void InParallel(ffi::ThreadPool& pool, int64_t count, const Work& work) {
     pool.Schedule([shared, take, &work] { take(*shared, work); });
   }
   take(*shared, work);
-  for (int turn = 0; shared->done.load(std::memory_order_acquire) < count; ++turn) {
-    if (turn > 1000) std::this_thread::yield();
+  for (int spins = 0; shared->done.load(std::memory_order_acquire) < count; ++spins) {
+    if (spins > 1000) std::this_thread::yield();
   }
 }
 
