@@ -178,6 +178,6 @@ def score_pairs(net: Net, cache, tokens: Int[Array, "1 N"], start: Int[Array, "1
         positions,
         start,
         features=features,
-        pass_width=net.narrow(rows),
+        pass_width=net.padded_width(rows),
     )
     return draft_logits(cfg, net.params, hidden[:, count - 1 : count]), cache, aux_states

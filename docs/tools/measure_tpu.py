@@ -155,7 +155,9 @@ def row(args: argparse.Namespace, method: str, rows: int) -> list[str]:
     compiled = lowered.compile()
     seconds, text = time.perf_counter() - began, compiled.as_text()
     passes = getattr(getattr(engine.method, "drafter", None), "gamma", 0)
-    counts = blocks_read(target, rows, args, args.held or [args.capacity], target.net.narrow(rows))
+    counts = blocks_read(
+        target, rows, args, args.held or [args.capacity], target.net.padded_width(rows)
+    )
     counts |= {DRAFTING: max(passes - 1, 1), SEARCHING: SEARCH_TURNS, COUNTING: 0}
     count = functools.partial(turns, counts)
     calls = functools.partial(expert_cycles, args, rows, bytes_per_cycle(mesh.devices.flat[0]))

@@ -55,10 +55,10 @@ class Net:
     plain dict.
 
     A pass with a cache is padded to ``pass_width`` tokens per row, unless the batch has so many
-    rows that an accelerator would take longer for it (:meth:`narrow`). The accelerator's matrix
-    unit then has enough rows to stream the weights at full speed. And a token's logits do not
-    depend on how many tokens are in the pass, not even in bfloat16. So greedy speculative decoding
-    equals plain decoding.
+    rows that an accelerator would take longer for it (:meth:`padded_width`). The accelerator's
+    matrix unit then has enough rows to stream the weights at full speed. And a token's logits do
+    not depend on how many tokens are in the pass, not even in bfloat16. So greedy speculative
+    decoding equals plain decoding.
     """
 
     params: dict
@@ -111,7 +111,7 @@ class Net:
             least = 1 << (FREE_TOKENS // rows).bit_length() >> 1
         return chunk_size(longest, rows, least)
 
-    def narrow(self, rows: int) -> int:
+    def padded_width(self, rows: int) -> int:
         """Tokens per row that a smaller pass is padded to; 1 if passes are not padded."""
         return self.pass_width if rows * self.pass_width <= FREE_TOKENS else 1
 
@@ -139,7 +139,7 @@ class Net:
           adaptive: whether there are adaptive tokens among the new ones. They use the adapters.
         """
         rows, count = tokens.shape
-        pass_width = self.narrow(rows)
+        pass_width = self.padded_width(rows)
         if positions is None:
             positions = start[:, None] + jnp.arange(count, dtype=jnp.int32)
         params = self.params

@@ -166,7 +166,7 @@ class DraftVerify(Method):
         Results for nodes past a small pass are 0: no live draft has such nodes.
         """
         # Passes up to this size cost the accelerator the same.
-        smallest = min(inputs.target.narrow(state.length.shape[0]), draft.shape.nodes)
+        smallest = min(inputs.target.padded_width(state.length.shape[0]), draft.shape.nodes)
         sizes = tuple(size for size in self.pass_sizes(inputs.target) if size >= smallest)
         if len(sizes) == 1:
             return self._verify_nodes(inputs, state, keys, draft)

@@ -397,7 +397,7 @@ def _run_head(
         start,
         visible,
         base=base,
-        pass_width=net.narrow(rows),
+        pass_width=net.padded_width(rows),
         features=features,
     )
     return HeadState(cache, hidden[:, :count])
@@ -407,7 +407,7 @@ def _logits(net: Net, hidden: Float[Array, "B n D"]) -> Float[Array, "B n v"]:
     """float32 logits over the draft vocabulary; −inf where the target never emits the id."""
     cfg = head_config(net)
     rows, count = hidden.shape[:2]
-    padded = pad_pass(hidden, max(count, net.narrow(rows)))
+    padded = pad_pass(hidden, max(count, net.padded_width(rows)))
     logits = draft_logits(cfg, net.params, padded)[:, :count].astype(jnp.float32)
     ids = np.arange(cfg.vocab_size) if cfg.ids is None else cfg.ids
     forbidden = (ids >= net.vocab_limit) | np.isin(ids, cfg.adaptive_ids)

@@ -147,7 +147,7 @@ class Engine:
         That is what padded passes are for. A GPU's product of other shape may sum in another order,
         so each prompt is then prefilled in passes of its own, whenever its turn comes.
         """
-        return self.target.net.narrow(rows // self.data_parallel_size) > 1
+        return self.target.net.padded_width(rows // self.data_parallel_size) > 1
 
 
 @dataclasses.dataclass(frozen=True)
