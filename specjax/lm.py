@@ -171,9 +171,9 @@ def load(
         scheme: they keep their codes. ``none`` dequantizes what another library quantized.
       cache_dtype: ``int8``: the KV cache is int8, with a scale per token and head
         (:mod:`specjax.models.quantized_cache`). None: it has the model's dtype.
-      pass_width: tokens per row that short passes are padded to, 1 to 128. None: 8 on
-        accelerators, where padding is free, and 1 on CPUs. Greedy output in bfloat16 equals plain
-        decoding's if a draft and its root fit into it. Prompts are then prefilled one by one.
+      pass_width: tokens per row, N, that short passes are padded to, 1 to 128. None: 8 on
+        accelerators, where it is free, and 1 on CPUs. With up to 128 / N rows prompts are prefilled
+        one by one, and greedy bfloat16 equals plain decoding for chains shorter than N, not trees.
       mesh: load onto several devices, layer by layer: a mesh with axes ``data``, ``model`` or both.
       split: each device of the mesh gets a share of the weights. False: each gets a whole copy.
         Draft and target must be on the same mesh; each may be split or whole.

@@ -73,7 +73,8 @@ def _add_forms(group: argparse._ArgumentGroup) -> None:
         type=whole(1, 128),
         metavar="N",
         help="pad short passes to N tokens per row (default: 8 on accelerators, where padding is "
-        "free, else 1). With N above the draft length, greedy bfloat16 text is plain decoding's",
+        "free, else 1). With chains shorter than N and at most 128/N rows, greedy bfloat16 text "
+        "is plain decoding's; with trees it may differ",
     )
     group.add_argument(
         "--pickles",
