@@ -11,8 +11,9 @@ estimated from past rounds; the costs are an argument. The choice reads nothing 
 round, so a lossless rule stays lossless.
 
 In a mixture of experts a target pass costs what its tokens' experts do. Rounds that are timed
-therefore verify tokens that differ (:class:`FormRound`). For T of them about E · (1 − (1 − k/E)^T)
-of E experts are active, if each token chooses k. With a draft that repeats one token it would be k.
+therefore verify tokens that differ (:class:`TimeableRound`). For T of them about
+E · (1 − (1 − k/E)^T) of E experts are active, if each token chooses k. With a draft that repeats
+one token it would be k.
 
 How costs are measured is not known here: see :mod:`specjax.runtime.round_costs`.
 
@@ -229,11 +230,11 @@ def _tokens_per_cost(
 
 
 @dataclasses.dataclass(frozen=True)
-class FormRound(DraftVerify):
-    """A round whose costs may be timed.
+class TimeableRound(DraftVerify):
+    """A round that can be timed.
 
-    It is timed if all forms but one have an infinite cost. Then each token that is verified differs
-    from those before it, whatever the drafter proposes. Such a round's tokens are of no use.
+    Costs are being measured if all forms but one have an infinite cost. The round then verifies
+    arbitrary distinct tokens instead of the drafted ones, so its output must be discarded.
     """
 
     def _verify(self, inputs: Inputs, state: DecodeState, keys, draft: Draft):
@@ -244,7 +245,7 @@ class FormRound(DraftVerify):
 
 
 @dataclasses.dataclass(frozen=True)
-class AutoLength(FormRound):
+class AutoLength(TimeableRound):
     """A drafter, a target distribution and a rule; each draft has the form that pays the most.
 
     The setting ``costs`` holds the relative time of a round of each of ``forms``. The first form is
@@ -257,10 +258,10 @@ class AutoLength(FormRound):
     forms: ClassVar[tuple[Form, ...]]
 
     @property
-    def draft_can_rest(self) -> bool:
+    def draft_can_pause(self) -> bool:
         """Whether there is a draft model that need not run in every round.
 
-        A head cannot rest, because it reads the target's hidden states of every round. Nor can a
+        A head cannot pause, because it reads the target's hidden states of every round. Nor can a
         draft model that the target distribution itself runs. And the rule must take the draft of a
         plain round, which counts as a point mass.
         """
@@ -282,14 +283,14 @@ class AutoLength(FormRound):
 
     def _may_draft(self, inputs: Inputs) -> Bool[Array, ""]:
         """Whether a draft would pay if all of its tokens were accepted."""
-        if not self.draft_can_rest:
+        if not self.draft_can_pause:
             return jnp.bool_(True)
         rates = jnp.ones(level_table(self.forms).max())
         return best_form_index(rates, self.forms, inputs.settings[COSTS]) > 0
 
     def prefill_chunk(self, inputs, state, tokens, start) -> DecodeState:
         """The draft model reads a prompt only if drafts may pay."""
-        if not self.draft_can_rest:
+        if not self.draft_can_pause:
             return super().prefill_chunk(inputs, state, tokens, start)
         plain = DraftVerify(NoDraft(), self.target, self.rule)
         after = plain.prefill_chunk(inputs, state.replace(drafter_state=()), tokens, start)
@@ -308,11 +309,11 @@ class AutoLength(FormRound):
 
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         form_index = next_form_index(state.method_state, self.forms, inputs.settings[COSTS])
-        # Without a draft model that can rest, form 0 is a draft of length 0: no separate branch.
-        drafted = form_index > 0 if self.draft_can_rest else jnp.bool_(True)
+        # Without a draft model that can pause, form 0 is a draft of length 0: no separate branch.
+        drafted = form_index > 0 if self.draft_can_pause else jnp.bool_(True)
         with_draft = functools.partial(self._round_with_draft, inputs, form_index)
         after = cond_in_place(drafted, with_draft, state)
-        if self.draft_can_rest:
+        if self.draft_can_pause:
             without_draft = functools.partial(self._round_without_draft, inputs)
             after = cond_in_place(~drafted, without_draft, after)
 
@@ -379,7 +380,7 @@ class AutoLengthChain(AutoLength):
 
     def pass_sizes(self, target: Net) -> tuple[int, ...]:
         sizes = PASS_SIZES if target.config.experts is None else MIXTURE_PASS_SIZES
-        if self.draft_can_rest:
+        if self.draft_can_pause:
             return sizes
         # Here a round without a draft is one with γ = 0: its target pass has the root alone.
         return (1, *sizes)
@@ -388,7 +389,7 @@ class AutoLengthChain(AutoLength):
         # One program serves all lengths: the drafter reads γ as a setting and stops there.
         gamma = jnp.asarray(LENGTHS, jnp.int32)[form_index]
         inputs = inputs.replace(settings=inputs.settings | {"gamma": gamma})
-        if self.draft_can_rest:
+        if self.draft_can_pause:
             state = self._catch_up(inputs, state)
         # self.step is AutoLength.step, which has called this. The round itself is DraftVerify's.
         return DraftVerify.step(self, inputs, state)
@@ -406,7 +407,7 @@ class AutoLengthTree(AutoLength):
     """:class:`AutoLength` with :data:`TREES`; the drafter's own branching is the largest.
 
     Raises:
-      PairError: the drafts are no trees of a draft model that can rest.
+      PairError: the drafts are no trees of a draft model that can pause.
     """
 
     forms = TREES
@@ -415,9 +416,9 @@ class AutoLengthTree(AutoLength):
         super().__post_init__()
         drafter = self.drafter
         is_largest_tree = isinstance(drafter, Tree) and drafter.branching == self.forms[-1]
-        if not (is_largest_tree and self.draft_can_rest):
+        if not (is_largest_tree and self.draft_can_pause):
             raise PairError(
-                "branching=auto sizes trees of a draft model that may rest, and here are drafter "
+                "branching=auto sizes trees of a draft model that can pause, and here are drafter "
                 f"{self.drafter.name}, rule {self.rule.name} and target distribution "
                 f"{type(self.target).__name__.lower()}; give numbers, as --set branching=4,2,2"
             )
@@ -429,7 +430,7 @@ class AutoLengthTree(AutoLength):
         # of the branches runs.
         for index, branching in enumerate(self.forms[1:], 1):
             drafter = dataclasses.replace(self.drafter, branching=branching)
-            method = FormRound(drafter, self.target, self.rule)
+            method = TimeableRound(drafter, self.target, self.rule)
             step = functools.partial(method.step, inputs)
             state = cond_in_place(form_index == index, step, state)
         return state

@@ -59,7 +59,7 @@ def check_method(method: Method) -> None:
     Raises:
       OptionError: names the method and the way out.
     """
-    if isinstance(method, AutoLength) and method.draft_can_rest:
+    if isinstance(method, AutoLength) and method.draft_can_pause:
         raise OptionError(
             "grammar: a draft model with drafts of automatic length has none; give gamma or "
             "branching"

@@ -36,7 +36,7 @@ from specjax.runtime.generate import make_engine
 from support import laws
 
 N = len(LENGTHS)
-REST = (1.0, *(9.0,) * (N - 1))  # costs under which only plain rounds pay
+PAUSE = (1.0, *(9.0,) * (N - 1))  # costs under which only plain rounds pay
 DRAFT = (9.0, *(1.0,) * (N - 1))  # costs under which only the longest drafts pay
 PROMPTS = [[1, 2, 3], [4], list(range(5, 45)), [7, 7, 7, 7, 9]]
 
@@ -78,7 +78,7 @@ def test_the_first_draft_is_a_cheap_one():
         ((1, 1.7, 2.6, 2.7, 3.9, 4.0), 1, 7),
         ((1, 1.6, 1.7, 1.7, 2.1, 2.3), 7, 7),  # none of these is a bet
         ((1, 2.6, 2.7, 2.8, 2.9, 3.0), 1, 7),  # the cheapest there is
-        (REST, 0, 0),
+        (PAUSE, 0, 0),
         ((1, *(np.inf,) * (N - 2), 3), 7, 7),  # timed
     ):
         assert (gamma(unknown, *costs), gamma(accepted, *costs)) == (first, second), costs
@@ -88,7 +88,7 @@ def test_a_draft_model_whose_drafts_never_pay_reads_no_prompt():
     method, inputs, keys = own_draft()
     prompts = [np.array(p) for p in PROMPTS]
     budget = np.full(len(PROMPTS), 60, np.int32)
-    for costs, has_read in ((REST, False), (DRAFT, True)):
+    for costs, has_read in ((PAUSE, False), (DRAFT, True)):
         known = inputs.replace(settings={COSTS: jnp.asarray(costs, jnp.float32)})
         state = loop.start(method, known, prompts, budget, keys, chunk=16, capacity=128)
         cached = state.length - 1 if has_read else np.zeros(len(PROMPTS))
@@ -176,7 +176,7 @@ def own_draft():
     return engine.method, inputs, jax.random.split(jax.random.key(0), len(PROMPTS))
 
 
-@pytest.mark.parametrize("costs", [REST, (1.0, *(np.inf,) * (N - 1))])
+@pytest.mark.parametrize("costs", [PAUSE, (1.0, *(np.inf,) * (N - 1))])
 def test_rounds_that_are_timed_verify_tokens_that_differ(costs, monkeypatch):
     """A draft that repeats one token would choose the same experts of a mixture again and again."""
     method, inputs, keys = own_draft()
@@ -197,7 +197,7 @@ def after_plain_rounds(method, rounds):
     prompts, budget = [np.array(p) for p in PROMPTS], np.full(len(PROMPTS), 60, np.int32)
     state = loop.start(method, inputs, prompts, budget, keys, chunk=16, capacity=128)
     run = loop.run_rounds(method)
-    for cost, count in ((REST, rounds), (DRAFT, 3)):
+    for cost, count in ((PAUSE, rounds), (DRAFT, 3)):
         with_costs = inputs.replace(settings={COSTS: jnp.asarray(cost, jnp.float32)})
         state = run(with_costs, state, np.int32(count))
     assert (np.asarray(state.stats.rounds) == rounds + 3).all()
@@ -258,13 +258,13 @@ def test_greedy_tokens_do_not_depend_on_the_lengths(target, draft, name):
 
     run = functools.partial(refilled, target, draft, name)
     fixed = run(gamma=3) if name == "scd" else refilled(target, draft, "autoregressive")
-    for given in ((1, 1.9, 2.2, 2.5, 3, 4), REST, DRAFT, "measured"):
+    for given in ((1, 1.9, 2.2, 2.5, 3, 4), PAUSE, DRAFT, "measured"):
         out = run(gamma="auto", costs=given)
         for a, b in zip(out.tokens, fixed.tokens, strict=True):
             np.testing.assert_array_equal(a, b)
-        if given in (REST, DRAFT) and name != "lookup":
+        if given in (PAUSE, DRAFT) and name != "lookup":
             mean = out.stats["drafted"].sum() / out.stats["rounds"].sum()
-            assert mean == (0 if given is REST else pytest.approx(LENGTHS[-1], abs=0.3))
+            assert mean == (0 if given is PAUSE else pytest.approx(LENGTHS[-1], abs=0.3))
 
 
 @pytest.mark.slow
@@ -274,7 +274,7 @@ def test_greedy_tokens_do_not_depend_on_the_trees(target, draft, name):
 
     plain = refilled(target, draft, "autoregressive")
     calls = []
-    for given in ((1, 1.9, 2.2, 2.5, 3), REST[: len(TREES)], (9, 9, 9, 9, 1), "measured"):
+    for given in ((1, 1.9, 2.2, 2.5, 3), PAUSE[: len(TREES)], (9, 9, 9, 9, 1), "measured"):
         out = refilled(target, draft, name, branching="auto", costs=given)
         for a, b in zip(out.tokens, plain.tokens, strict=True):
             np.testing.assert_array_equal(a, b)
@@ -346,7 +346,7 @@ def test_what_cannot_be_sized_is_refused():
         head.resolve({"branching": "auto", "costs": "1,2"})
     with pytest.raises(OptionError, match="branching=auto: expected children per level"):
         sj.compose("head", "match").resolve({"branching": "auto"})
-    with pytest.raises(PairError, match="branching=auto sizes trees of a draft model that may"):
+    with pytest.raises(PairError, match="branching=auto sizes trees of a draft model that can"):
         AutoLengthTree(sj.draft.Tree((2, 1)), sj.Warped(), sj.verify.specinfer)
     with pytest.raises(
         OptionError, match="gamma=many: expected a whole number from 1 to 64 or auto"
