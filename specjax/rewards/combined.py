@@ -4,7 +4,7 @@
 job. Where every part can run on the device, the judge has a fold for the device loop; otherwise the
 loop is host-driven and asks the judge.
 
-Axis legend: B rows, K lanes (candidate continuations of a row), M tokens of a lane.
+Axis legend: B rows, K candidate continuations of a row, M tokens of one.
 """
 
 from __future__ import annotations
@@ -157,26 +157,28 @@ class Judge:
         ]
         return list(zip(*by_part, strict=True))
 
-    def score_lanes(self, rows: Sequence, state: Any, lanes: Any) -> np.ndarray:
-        """The combined reward of every lane, float32 ``[B, K]``.
+    def score_continuations(self, rows: Sequence, state: Any, continuations: Any) -> np.ndarray:
+        """The combined reward of every continuation, float32 ``[B, K]``.
 
         Args:
           rows: the request in each batch slot, with its ``prompt`` and ``constraints``.
           state: the :class:`specjax.core.types.DecodeState`.
-          lanes: the :class:`specjax.search.drivers.Lanes`. Rows that are not ``asked`` about get 0.
+          continuations: the :class:`specjax.search.drivers.CandidateContinuations`. Rows that are
+            not ``asked`` about get 0.
         """
-        fetched = jax.device_get((state.tokens, state.prompt_length, state.length, lanes))
-        tokens, prompt_length, length, lanes = fetched
+        fetched = jax.device_get((state.tokens, state.prompt_length, state.length, continuations))
+        tokens, prompt_length, length, continuations = fetched
         samples = []
-        for i in map(int, np.flatnonzero(lanes.asked)):
+        for i in map(int, np.flatnonzero(continuations.asked)):
             completion = tokens[i, prompt_length[i] : length[i]].tolist()
-            for continuation, count in zip(lanes.tokens[i], lanes.count[i], strict=True):
-                lane = completion + continuation[:count].tolist()
-                samples.append(self.sample(rows[i], lane))
+            each = zip(continuations.tokens[i], continuations.count[i], strict=True)
+            for tokens_after, count in each:
+                whole = completion + tokens_after[:count].tolist()
+                samples.append(self.sample(rows[i], whole))
 
         rewards = [self.combined.value(scores) for scores in self.scores(samples)]
-        values = np.zeros(lanes.count.shape, np.float32)
-        values[lanes.asked] = np.reshape(rewards, (-1, lanes.count.shape[1]))
+        values = np.zeros(continuations.count.shape, np.float32)
+        values[continuations.asked] = np.reshape(rewards, (-1, continuations.count.shape[1]))
         return values
 
     def sample(self, row: Any, tokens: Sequence[int]) -> Sample:

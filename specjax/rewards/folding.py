@@ -1,9 +1,8 @@
 """Rewards computed token by token on the device, inside the jitted loop.
 
-A lookahead search asks for the reward of several candidate continuations of each row. Each of them
-is called a lane.
+A lookahead search asks for the reward of several candidate continuations of each row.
 
-Axis legend: B rows, K lanes of a row, M tokens of a lane.
+Axis legend: B rows, K continuations of a row, M tokens of one.
 """
 
 from __future__ import annotations
@@ -19,13 +18,14 @@ from jaxtyping import Array, Float, Int
 class Fold(Protocol):
     """A reward computed token by token on the device, as ``functools.reduce`` would.
 
-    It is written for a single row, without batch axes; the loop maps it over rows and lanes. It is
-    frozen and hashable, because it is static in the compiled loop. Its arrays are arguments:
+    It is written for a single row, without batch axes; the loop maps it over rows and their
+    continuations. It is frozen and hashable, because it is static in the compiled loop. Its arrays
+    are arguments:
 
     - ``shared``: the same for every row, such as a table over the vocabulary.
     - ``own``: of one row, such as the words that it must contain.
-    - ``carry``: what the reward keeps of the tokens so far. Its size is fixed, so a lane costs its
-      own length, and not the length of the completion before it.
+    - ``carry``: what the reward keeps of the tokens so far. Its size is fixed, so a continuation
+      costs its own length, and not the length of the completion before it.
     """
 
     def init(self, shared: Any, own: Any) -> Any:
@@ -84,27 +84,27 @@ def start_all(fold: Fold, data: Data, rows: int) -> Any:
 def advance_all(
     fold: Fold, data: Data, carry: Any, tokens: Int[Array, "B K M"], count: Int[Array, "B K"]
 ) -> Any:
-    """The carries ``[B, K, ...]`` after the first ``count`` tokens of each lane.
+    """The carries ``[B, K, ...]`` after the first ``count`` tokens of each continuation.
 
-    All lanes of a row start from its ``carry``, ``[B, ...]``.
+    All continuations of a row start from its ``carry``, ``[B, ...]``.
     """
-    # One loop bound for all lanes: under vmap, a bound per lane would run to the longest anyway.
+    # One loop bound for all: under vmap, a bound per continuation would run to the longest anyway.
     longest = jnp.max(count)
 
-    def advance_lane(own, carry, tokens, count):
+    def advance_one(own, carry, tokens, count):
         def push(i, carry):
             after = fold.advance(data.shared, own, carry, tokens[i])
             return jax.tree.map(lambda new, old: jnp.where(i < count, new, old), after, carry)
 
         return jax.lax.fori_loop(0, longest, push, carry)
 
-    advance_lanes = jax.vmap(advance_lane, in_axes=(None, None, 0, 0))
-    return jax.vmap(advance_lanes)(data.own, carry, tokens, count)
+    advance_all_of_row = jax.vmap(advance_one, in_axes=(None, None, 0, 0))
+    return jax.vmap(advance_all_of_row)(data.own, carry, tokens, count)
 
 
 def values_of(fold: Fold, data: Data, carry: Any) -> Float[Array, "B K"]:
     """The rewards ``[B, K]`` of the carries ``[B, K, ...]``, float32; NaN becomes −inf."""
-    lane_values = jax.vmap(fold.value, in_axes=(None, None, 0))
-    row_values = jax.vmap(lane_values, in_axes=(None, 0, 0))
-    values = row_values(data.shared, data.own, carry).astype(jnp.float32)
+    values_of_row = jax.vmap(fold.value, in_axes=(None, None, 0))
+    values_of_all = jax.vmap(values_of_row, in_axes=(None, 0, 0))
+    values = values_of_all(data.shared, data.own, carry).astype(jnp.float32)
     return jnp.where(jnp.isnan(values), -jnp.inf, values)

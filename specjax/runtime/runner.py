@@ -334,7 +334,7 @@ class BatchRunner:
             self.state,
             rounds,
             seen,
-            lambda state, lanes: judge.score_lanes(requests, state, lanes),
+            lambda state, continuations: judge.score_continuations(requests, state, continuations),
         )
 
     def free_slots(self, ended: Bool[np.ndarray, "B"], stopped: Bool[np.ndarray, "B"]) -> None:

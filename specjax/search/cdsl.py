@@ -26,7 +26,13 @@ from specjax.core.types import DecodeState, Inputs, Verdict
 from specjax.draft.model_drafter import draft_net, draw_chain, last_two, run_last_two
 from specjax.models import KVCache
 from specjax.rewards.folding import Fold
-from specjax.search.drivers import DeviceDriver, Driver, Lanes, prefill_lookahead, start_lookahead
+from specjax.search.drivers import (
+    CandidateContinuations,
+    DeviceDriver,
+    Driver,
+    prefill_lookahead,
+    start_lookahead,
+)
 from specjax.search.lookahead import (
     NextTokens,
     best_candidates,
@@ -180,20 +186,22 @@ class CDSL(Method):
 
         Each stage runs for the whole batch and changes only the rows that need it.
         """
-        state, work, lanes = driver.stage(self.verify, state)
-        work = driver.stage(self.classify, work, state.done, driver.judge(state, lanes))
+        state, work, continuations = driver.stage(self.verify, state)
+        work = driver.stage(self.classify, work, state.done, driver.rewards(state, continuations))
 
         def extend_first(carried):
             # The target's logits after the path are known from the verifying pass.
-            state, work, lanes = driver.stage(self.append_greedy, *carried)
-            return state, driver.stage(self.check_reward, work, driver.judge(state, lanes))
+            state, work, continuations = driver.stage(self.append_greedy, *carried)
+            return state, driver.stage(
+                self.check_reward, work, driver.rewards(state, continuations)
+            )
 
         def extend_again(carried):
             return extend_first(driver.stage(self.read_greedy, *carried))
 
         def look_ahead(carried):
-            state, work, candidates, lanes = driver.stage(self.look_ahead, *carried)
-            values = driver.judge(state, lanes)
+            state, work, candidates, continuations = driver.stage(self.look_ahead, *carried)
+            values = driver.rewards(state, continuations)
             return state, driver.stage(self.append_best, work, candidates, values)
 
         def extending(carried):
@@ -212,7 +220,9 @@ class CDSL(Method):
         state = driver.stage(self.finish, state, work)
         return driver.commit(state, work.path, work.count)
 
-    def verify(self, inputs: Inputs, state: DecodeState) -> tuple[DecodeState, Round, Lanes]:
+    def verify(
+        self, inputs: Inputs, state: DecodeState
+    ) -> tuple[DecodeState, Round, CandidateContinuations]:
         """Drafts, and verifies the draft with one pass of the target."""
         keys = probs.round_keys(state.keys, state.stats.rounds)
         start = state.length - 1
@@ -245,8 +255,8 @@ class CDSL(Method):
             draft_calls=draft.calls,
             passes=1 + draft.passes,
         )
-        lanes = Lanes(draft.tokens[:, None], n[:, None], ~state.done)
-        return _with_draft_cache(state, draft.cache).replace(cache=cache), work, lanes
+        continuations = CandidateContinuations(draft.tokens[:, None], n[:, None], ~state.done)
+        return _with_draft_cache(state, draft.cache).replace(cache=cache), work, continuations
 
     def _passed(
         self,
@@ -292,7 +302,7 @@ class CDSL(Method):
 
     def append_greedy(
         self, inputs: Inputs, state: DecodeState, work: Round
-    ) -> tuple[DecodeState, Round, Lanes]:
+    ) -> tuple[DecodeState, Round, CandidateContinuations]:
         """S2, S3: the target's greedy token on the path, and the draft's lookahead after it."""
         log_p = probs.log_softmax(work.after)
         token = jnp.argmax(log_p, axis=-1).astype(jnp.int32)
@@ -304,14 +314,16 @@ class CDSL(Method):
         last = jnp.stack([before, token], axis=1)
         active = work.extending & ~inputs.is_eos(token)
         ahead = draft_greedily(inputs, state.method_state.draft, last, at - 1, active, self.d)
-        lanes = Lanes(ahead.tokens[:, None], ahead.count[:, None], work.extending)
-        lanes = self._after_path(work, lanes)
+        continuations = CandidateContinuations(
+            ahead.tokens[:, None], ahead.count[:, None], work.extending
+        )
+        continuations = self._after_path(work, continuations)
         work = work.replace(
             num_extended=work.num_extended + work.extending,
             draft_calls=work.draft_calls + ahead.calls,
             passes=work.passes + ahead.passes,
         )
-        return _with_draft_cache(state, ahead.cache), work, lanes
+        return _with_draft_cache(state, ahead.cache), work, continuations
 
     def check_reward(self, inputs: Inputs, work: Round, values: Float[Array, "B 1"]) -> Round:
         """S2, S3: ends the extension of rows that reach r_t, or have no token left to append."""
@@ -346,7 +358,7 @@ class CDSL(Method):
 
     def look_ahead(
         self, inputs: Inputs, state: DecodeState, work: Round
-    ) -> tuple[DecodeState, Round, NextTokens, Lanes]:
+    ) -> tuple[DecodeState, Round, NextTokens, CandidateContinuations]:
         """S4: candidates of the target after the path, and lookaheads of the draft model."""
         candidates = best_candidates(work.after, self.k)
         out = roll_out(
@@ -362,8 +374,8 @@ class CDSL(Method):
         work = work.replace(
             draft_calls=work.draft_calls + out.calls, passes=work.passes + out.passes
         )
-        lanes = self._after_path(work, out.lanes)
-        return _with_draft_cache(state, out.cache), work, candidates, lanes
+        continuations = self._after_path(work, out.continuations)
+        return _with_draft_cache(state, out.cache), work, candidates, continuations
 
     def append_best(
         self, inputs: Inputs, work: Round, candidates: NextTokens, values: Float[Array, "B K"]
@@ -409,16 +421,18 @@ class CDSL(Method):
             count=work.count + rows,
         )
 
-    def _after_path(self, work: Round, lanes: Lanes) -> Lanes:
-        """The lanes with the path before each: a reward is asked about all new tokens."""
-        size = lanes.tokens.shape[2]
-        # Index into the lane; negative where the path's own tokens stand.
+    def _after_path(
+        self, work: Round, continuations: CandidateContinuations
+    ) -> CandidateContinuations:
+        """The continuations with the path before each: a reward is asked about all new tokens."""
+        size = continuations.tokens.shape[2]
+        # Index into the continuation; negative where the path's own tokens stand.
         at = jnp.arange(self.max_emitted + size) - work.count[:, None]
         inside = jnp.clip(at, 0, size - 1)[:, None]
-        lane = jnp.take_along_axis(lanes.tokens, inside, axis=2)
+        continuation = jnp.take_along_axis(continuations.tokens, inside, axis=2)
         path = jnp.pad(work.path, ((0, 0), (0, size)))
-        joined = jnp.where((at < 0)[:, None], path[:, None], lane)
-        return lanes.replace(tokens=joined, count=work.count[:, None] + lanes.count)
+        joined = jnp.where((at < 0)[:, None], path[:, None], continuation)
+        return continuations.replace(tokens=joined, count=work.count[:, None] + continuations.count)
 
 
 def _with_draft_cache(state: DecodeState, cache: KVCache) -> DecodeState:

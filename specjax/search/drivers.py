@@ -10,7 +10,7 @@ the Python reward between them. Both give the same tokens.
 
 What the stages do is not known here, nor how a reward is computed.
 
-Axis legend: B rows, K lanes (continuations of a row), M tokens of a lane.
+Axis legend: B rows, K continuations of a row, M tokens of one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from specjax.rewards.folding import Fold, advance_all, start_all, values_of
 T = TypeVar("T")
 
 
-class Lanes(struct.PyTreeNode):
+class CandidateContinuations(struct.PyTreeNode):
     """Continuations of each row that a reward is asked about; tokens past ``count`` are scratch."""
 
     tokens: Int[Array, "B K M"]
@@ -69,8 +69,10 @@ class Driver(Protocol):
         raise NotImplementedError
 
     @abstractmethod
-    def judge(self, state: DecodeState, lanes: Lanes) -> Float[Array | np.ndarray, "B K"]:
-        """The reward of each row's text with each lane after it; −inf for NaN."""
+    def rewards(
+        self, state: DecodeState, continuations: CandidateContinuations
+    ) -> Float[Array | np.ndarray, "B K"]:
+        """The reward of each row's text with each continuation after it; −inf for NaN."""
         raise NotImplementedError
 
     @abstractmethod
@@ -106,10 +108,10 @@ class DeviceDriver(Driver):
     def stage(self, function, *args):
         return function(self._inputs, *args)
 
-    def judge(self, state, lanes):
+    def rewards(self, state, continuations):
         carry = state.method_state.carry
         data = self._inputs.reward
-        ends = advance_all(self._reward, data, carry, lanes.tokens, lanes.count)
+        ends = advance_all(self._reward, data, carry, continuations.tokens, continuations.count)
         return values_of(self._reward, data, ends)
 
     def commit(self, state, tokens, count):
@@ -129,11 +131,13 @@ class DeviceDriver(Driver):
 class HostDriver(Driver):
     """The driver of a host-driven round.
 
-    ``score(state, lanes) -> float32 [B, K]`` is Python and sees the whole text of a row. So
+    ``score(state, continuations) -> float32 [B, K]`` is Python and sees the whole text of a row. So
     :meth:`commit` has no fold to advance.
     """
 
-    def __init__(self, score: Callable[[DecodeState, Lanes], np.ndarray], inputs: Inputs):
+    def __init__(
+        self, score: Callable[[DecodeState, CandidateContinuations], np.ndarray], inputs: Inputs
+    ):
         self._score = score
         self._inputs = inputs
 
@@ -143,8 +147,8 @@ class HostDriver(Driver):
         donated = isinstance(args[0], DecodeState)
         return _jitted(function.__self__, function.__func__, donated)(self._inputs, *args)
 
-    def judge(self, state, lanes):
-        return self._score(state, lanes)
+    def rewards(self, state, continuations):
+        return self._score(state, continuations)
 
     def commit(self, state, tokens, count):
         return state
@@ -210,7 +214,7 @@ def advance_on_host(
     state: DecodeState,
     rounds: int,
     seen: np.ndarray,
-    score: Callable[[DecodeState, Lanes], np.ndarray],
+    score: Callable[[DecodeState, CandidateContinuations], np.ndarray],
 ) -> DecodeState:
     """Up to ``rounds`` host-driven rounds, as :func:`specjax.core.loop.run_rounds`.
 
@@ -218,7 +222,7 @@ def advance_on_host(
 
     Args:
       seen: bool ``[B]``, the rows that the caller already knows to be done.
-      score: ``(state, lanes) -> float32 [B, K]``, as in :class:`HostDriver`.
+      score: ``(state, continuations) -> float32 [B, K]``, as in :class:`HostDriver`.
     """
     driver = HostDriver(score, inputs)
     for _ in range(rounds):

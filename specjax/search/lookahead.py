@@ -30,7 +30,13 @@ from specjax.core.types import DecodeState, Inputs, Verdict
 from specjax.draft.model_drafter import draft_net
 from specjax.models import KVCache
 from specjax.rewards.folding import Fold
-from specjax.search.drivers import DeviceDriver, Driver, Lanes, prefill_lookahead, start_lookahead
+from specjax.search.drivers import (
+    CandidateContinuations,
+    DeviceDriver,
+    Driver,
+    prefill_lookahead,
+    start_lookahead,
+)
 
 
 class NextTokens(NamedTuple):
@@ -50,7 +56,7 @@ def best_candidates(logits: Float[Array, "B V"], count: int) -> NextTokens:
 class RollOut(NamedTuple):
     """Candidates with their greedy continuations, and what these cost."""
 
-    lanes: Lanes  # each candidate, then its lookahead, up to an end of sequence
+    continuations: CandidateContinuations  # each candidate with its lookahead, up to an end
     cache: KVCache
     calls: Int[Array, "B"]
     passes: Int[Array, ""]  # batched forward passes
@@ -98,9 +104,9 @@ def roll_out(
         return (loop.level <= depth) & jnp.any(loop.active)
 
     end = jax.lax.while_loop(goes_on, lambda loop: read_level(loop, None), start)
-    lanes = Lanes(end.tokens, end.count, active.any(axis=1))
+    continuations = CandidateContinuations(end.tokens, end.count, active.any(axis=1))
     # Each pass has raised the level by one, from 1 on.
-    return RollOut(lanes, end.cache, end.calls, end.level - 1)
+    return RollOut(continuations, end.cache, end.calls, end.level - 1)
 
 
 class _RollOutLoop(NamedTuple):
@@ -266,14 +272,14 @@ class Lookahead(Method):
 
     def round(self, driver: Driver, state: DecodeState) -> DecodeState:
         """One round under either driver."""
-        state, work, lanes = driver.stage(self.look_ahead, state)
-        values = driver.judge(state, lanes)
+        state, work, continuations = driver.stage(self.look_ahead, state)
+        values = driver.rewards(state, continuations)
         state, token = driver.stage(self.append_best, state, work, values)
         return driver.commit(state, token, jnp.ones_like(state.length))
 
     def look_ahead(
         self, inputs: Inputs, state: DecodeState
-    ) -> tuple[DecodeState, LookaheadRound, Lanes]:
+    ) -> tuple[DecodeState, LookaheadRound, CandidateContinuations]:
         """The target's candidates and their lookaheads."""
         base = state.length - 1
         root = probs.at_index(state.tokens, base)
@@ -291,7 +297,7 @@ class Lookahead(Method):
         else:
             out = roll_out(inputs, inputs.target, cache, base, None, tokens, active, self.d)
             state = state.replace(cache=out.cache)
-        return state, LookaheadRound(candidates, out.calls, out.passes), out.lanes
+        return state, LookaheadRound(candidates, out.calls, out.passes), out.continuations
 
     def append_best(
         self,

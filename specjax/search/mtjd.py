@@ -73,14 +73,14 @@ class Blocks(Beam):
         """Each beam continues itself by one token of its own; the first step makes W beams."""
         log_q = unwarped_in(self.whole_rows(beams.limit), logits, warp(logits, inputs.warp))
         count = log_q.shape[1]
-        lane = jnp.arange(self.width)
-        index = jnp.broadcast_to(step * self.width + lane, (len(log_q), self.width))
+        beam = jnp.arange(self.width)
+        index = jnp.broadcast_to(step * self.width + beam, (len(log_q), self.width))
         u = probs.uniforms(keys, Purpose.DRAFT, index)
 
-        source = jnp.broadcast_to(lane if count > 1 else 0 * lane, index.shape)
-        of_lane = jnp.broadcast_to(log_q, (len(log_q), self.width, log_q.shape[-1]))
-        token = probs.sample(jnp.exp(of_lane), u)
-        log_q_token = probs.at_token(of_lane, token)
+        source = jnp.broadcast_to(beam if count > 1 else 0 * beam, index.shape)
+        of_beam = jnp.broadcast_to(log_q, (len(log_q), self.width, log_q.shape[-1]))
+        token = probs.sample(jnp.exp(of_beam), u)
+        log_q_token = probs.at_token(of_beam, token)
         ended = jnp.broadcast_to(beams.ended, index.shape)
         return Continuations(
             source=source,
