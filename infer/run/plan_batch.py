@@ -26,7 +26,7 @@ from specjax.models.hf.layout import DTYPES
 from specjax.models.hf.read import stored_form
 from specjax.models.loading import load_config
 from specjax.models.quantization import NO_SCHEME, Scheme, parse_scheme
-from specjax.rewards import Judge
+from specjax.rewards import RewardScorer
 from specjax.runtime.engine import Engine
 from specjax.runtime.generate import make_engine
 
@@ -94,12 +94,12 @@ def _bound(args: argparse.Namespace, models: Plan, draft: str | None) -> tuple[J
         draft_model = _shapes(args, draft, args.quantize, models["draft"], mesh)
     job = Job.create(args, target, draft_model)
     spec, _ = chosen_method(args, draft is not None)
-    judge = None
+    scorer = None
     if spec.needs_reward and job.reward is not None:
-        judge = Judge.bind(job.reward, target, [{}] * args.batch_size, guides=True)
+        scorer = RewardScorer.bind(job.reward, target, [{}] * args.batch_size, guides=True)
     greedy = job.arguments["sampling"].temperature == 0
     options = job.arguments["options"]
-    return job, make_engine(target, draft_model, spec, options, greedy, judge)
+    return job, make_engine(target, draft_model, spec, options, greedy, scorer)
 
 
 def _shapes(

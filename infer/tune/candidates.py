@@ -23,7 +23,7 @@ from infer.timing import row_seconds
 from infer.uncertainty import Estimate, mean, ratio, speed_ratio, with_spread
 from specjax import metrics
 from specjax.core.protocols import Method
-from specjax.rewards import Combined, Judge, Sample
+from specjax.rewards import Combined, RewardScorer, Sample
 
 Row = dict[str, Any]
 
@@ -144,7 +144,7 @@ def with_measures(
     Each reward's share of full scores is added under its name. ``all`` is the share of completions
     that satisfy these and the guiding rewards.
     """
-    judge = Judge(measures, tokenizer, frozenset())
+    scorer = RewardScorer(measures, tokenizer, frozenset())
     names = [part.name for part in measures.parts]
     full_scores = [part.full for part in measures.parts]
     measured = []
@@ -152,7 +152,7 @@ def with_measures(
         samples = []
         for text, prompt in zip(row["texts"], prompts, strict=True):
             samples.append(Sample(text, prompt.text, (), prompt.constraints))
-        full = np.array(judge.scores(samples)) >= full_scores  # [P, C]
+        full = np.array(scorer.scores(samples)) >= full_scores  # [P, C]
         figures = {name: mean(column) for name, column in zip(names, full.T, strict=True)}
         figures["all"] = mean(full.all(axis=1) & np.array(row["satisfied"]))
         measured.append(with_spread(row, **figures))

@@ -8,11 +8,11 @@ A reward runs in one of two places:
 - On the host, between device passes: ``regex``, ``json``, ``python``, ``classifier``, and Python
   functions. These read the completion's text, so the search is host-driven.
 
-:class:`Combined` is the sum or product of any rewards. :class:`Judge` is a :class:`Combined` bound
-to the requests of one job; the decoding loop asks it for scores.
+:class:`Combined` is the sum or product of any rewards. :class:`RewardScorer` is a
+:class:`Combined` bound to the requests of one job; the decoding loop asks it for scores.
 """
 
-from specjax.rewards.combined import COMBINATIONS, PRODUCT, Combined, Judge
+from specjax.rewards.combined import COMBINATIONS, PRODUCT, Combined, RewardScorer
 from specjax.rewards.folding import Data, Fold, Together
 from specjax.rewards.length import Length
 from specjax.rewards.lexical import Forbidden, Lexical, inflections, regular_inflections
@@ -21,6 +21,7 @@ from specjax.rewards.table import REWARDS, combine, make_reward
 from specjax.rewards.text import Json, OfFunction, Python, Regex
 
 OnDevice = DeviceReward  # its former name
+Judge = RewardScorer  # its former name
 
 __all__ = [
     "COMBINATIONS",
@@ -40,6 +41,7 @@ __all__ = [
     "Python",
     "Regex",
     "Reward",
+    "RewardScorer",
     "RewardWarning",
     "Sample",
     "Together",

@@ -1,8 +1,8 @@
 """Several rewards as one, and the scoring of completions on the host.
 
-:class:`Combined` is the sum or product of rewards. :class:`Judge` binds it to the requests of one
-job. Where every part can run on the device, the judge has a fold for the device loop; otherwise the
-loop is host-driven and asks the judge.
+:class:`Combined` is the sum or product of rewards. :class:`RewardScorer` binds it to the requests
+of one job. Where every part can run on the device, the scorer has a fold for the device loop;
+otherwise the loop is host-driven and asks the scorer.
 
 Axis legend: B rows, K candidate continuations of a row, M tokens of one.
 """
@@ -36,8 +36,8 @@ class Combined:
 
     parts: tuple[Reward, ...]
     product: bool = False
-    # Indices of the parts whose failure has been reported. They are kept here and not in the Judge,
-    # because a job may bind the same reward several times.
+    # Indices of the parts whose failure has been reported. They are kept here and not in the
+    # scorer, because a job may bind the same reward several times.
     reported: set[int] = dataclasses.field(default_factory=set, compare=False)
 
     def satisfied(self, scores: Sequence[float]) -> bool:
@@ -102,7 +102,7 @@ class Combined:
 
 
 @dataclasses.dataclass
-class Judge:
+class RewardScorer:
     """A reward bound to the requests of one job.
 
     Scores completions with Python. A failing reward is reported once and scores −inf.
@@ -123,8 +123,8 @@ class Judge:
     @classmethod
     def bind(
         cls, combined: Combined, target: Any, constraints: Sequence[dict], guides: bool
-    ) -> Judge:
-        """A judge for rows with these constraints.
+    ) -> RewardScorer:
+        """A scorer for rows with these constraints.
 
         Args:
           target: an :class:`specjax.LM`.
@@ -135,11 +135,11 @@ class Judge:
         """
         for part in combined.parts:
             part.check(target.tokenizer, constraints)
-        judge = cls(combined, target.tokenizer, frozenset(target.eos_ids))
+        scorer = cls(combined, target.tokenizer, frozenset(target.eos_ids))
         on_device = combined.fold(target.tokenizer, constraints) if guides else None
         if on_device is not None:
-            judge.fold, judge.data = on_device
-        return judge
+            scorer.fold, scorer.data = on_device
+        return scorer
 
     def rows(self, cases: Sequence[int]) -> Data | tuple:
         """The device arrays of the job's rows with these numbers; () if there is no fold."""

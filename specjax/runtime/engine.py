@@ -20,7 +20,7 @@ from specjax.core.types import Inputs
 from specjax.draft.auto_length import COSTS, AutoLength
 from specjax.lm import LM
 from specjax.models.cache import ring_capacity
-from specjax.rewards import Judge
+from specjax.rewards import RewardScorer
 from specjax.runtime.grammar_rounds import check_method
 from specjax.text.automaton import Automaton
 from specjax.text.grammar import Matcher, make_automaton, make_matcher
@@ -35,7 +35,7 @@ class Engine:
     draft: LM | None
     method: Method
     settings: Mapping[str, float | tuple[float, ...]]  # options that rounds read as arrays
-    judge: Judge | None = None  # scores completions; None without a reward
+    scorer: RewardScorer | None = None  # scores completions; None without a reward
 
     def inputs(self, sampling: Sampling, batch: int, cases: Sequence[int] = ()) -> Inputs:
         """Models and settings as a round reads them, for ``batch`` rows with one sampling.
@@ -47,8 +47,8 @@ class Engine:
             # Equal costs, until they are measured.
             settings.setdefault(COSTS, (1.0,) * len(self.method.forms))
         inputs = Inputs.of(self.target, self.draft, sampling, batch, settings)
-        if self.judge:
-            inputs = inputs.replace(reward=self.judge.rows(cases))
+        if self.scorer:
+            inputs = inputs.replace(reward=self.scorer.rows(cases))
         return inputs
 
     def inputs_for(
@@ -109,7 +109,7 @@ class Engine:
 
         It does if requests have a sampling of their own, or if a reward has data for each.
         """
-        if self.judge is not None and self.judge.data is not None:
+        if self.scorer is not None and self.scorer.data is not None:
             return True
         return any(request.sampling for request in requests)
 

@@ -27,7 +27,7 @@ from specjax.core.protocols import Drafter, Method, Rule, TargetDist
 from specjax.core.sampling import Sampling
 from specjax.lm import LM, MODEL, TARGET, attach, own_draft
 from specjax.registry import Context, MethodSpec, bind, choose
-from specjax.rewards import PRODUCT, Judge, combine
+from specjax.rewards import PRODUCT, RewardScorer, combine
 from specjax.runtime.engine import Engine, Request
 from specjax.runtime.output import Generation, Piece, concatenate
 from specjax.runtime.scheduler import Bounds, Scheduler
@@ -240,11 +240,11 @@ def stream(
     chosen = choose(method, drafter, rule, target_dist, draft is not None)
     if constraints is None:
         constraints = [{}] * len(prompt_ids)
-    judge = None
+    scorer = None
     if reward is not None:
         per_row = [constraint for constraint in constraints for _ in range(num_samples)]
-        judge = _judge(target, per_row, chosen, reward, options)
-    engine = make_engine(target, draft, chosen, options, sampling.temperature == 0, judge)
+        scorer = _scorer(target, per_row, chosen, reward, options)
+    engine = make_engine(target, draft, chosen, options, sampling.temperature == 0, scorer)
     engine.check_sampling(sampling)
 
     rows = make_rows(target, prompt_ids, constraints, indices, seed, num_samples, budgets)
@@ -348,7 +348,7 @@ def make_engine(
     chosen: MethodSpec | Method,
     options: Mapping[str, Any],
     greedy: bool = True,
-    judge: Judge | None = None,
+    scorer: RewardScorer | None = None,
 ) -> Engine:
     """Binds a method to its models; nothing is compiled yet.
 
@@ -357,21 +357,21 @@ def make_engine(
     """
     if draft is not None and draft.is_head:
         draft = attach(draft, target)
-    context = Context(target, draft, greedy, judge.fold if judge else None)
-    method, settings = bind(chosen, context, options, has_reward=judge is not None)
+    context = Context(target, draft, greedy, scorer.fold if scorer else None)
+    method, settings = bind(chosen, context, options, has_reward=scorer is not None)
     if isinstance(chosen, MethodSpec) and not chosen.needs_draft:
         draft = None  # e.g. plain decoding, compared with a speculative run
     threshold = settings.get("r_t")
-    if judge and isinstance(threshold, float):
-        judge.combined.check_threshold(threshold)
-    return Engine(target, draft, method, settings, judge)
+    if scorer and isinstance(threshold, float):
+        scorer.combined.check_threshold(threshold)
+    return Engine(target, draft, method, settings, scorer)
 
 
-def _judge(target: LM, constraints, chosen, reward, options) -> Judge:
+def _scorer(target: LM, constraints, chosen, reward, options) -> RewardScorer:
     """The reward, bound to the rows; as a fold if it guides the method."""
     guides = isinstance(chosen, MethodSpec) and chosen.needs_reward
     combined = combine(reward, options.get("combine") == PRODUCT)
-    return Judge.bind(combined, target, constraints, guides)
+    return RewardScorer.bind(combined, target, constraints, guides)
 
 
 def make_rows(

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int, Int8
 
 from specjax.core.protocols import Sequences
 from specjax.core.types import FINISH_REASONS, RUNNING, STOP_TEXT, DecodeState
-from specjax.rewards import Judge
+from specjax.rewards import RewardScorer
 from specjax.runtime.detokenizer import Detokenizer
 from specjax.runtime.engine import Request
 from specjax.runtime.output import Generation, Hypothesis, Piece
@@ -64,18 +64,18 @@ class ResultReader:
 
     Args:
       size: B, the number of batch slots.
-      judge: scores the completions; None without a reward.
+      scorer: scores the completions; None without a reward.
       sequences: as :meth:`specjax.Method.sequences`.
     """
 
     def __init__(
         self,
         size: int,
-        judge: Judge | None,
+        scorer: RewardScorer | None,
         sequences: Callable[[DecodeState], Sequences | None],
     ):
         self._size = size
-        self._judge = judge
+        self._scorer = scorer
         self._sequences = sequences
         self.passes = 0  # batched forward passes of all requests so far
         self._rounds = 0  # of the batch
@@ -230,15 +230,15 @@ class ResultReader:
 
         The text is the detokenizer's: a stop string and what follows it are cut off.
         """
-        if self._judge is None:
+        if self._scorer is None:
             return {}
         samples = []
         for number, generation in generations.items():
             request = finished[number].request
             tokens = cast(Sequence[int], generation.tokens[0])  # an array of ids serves as well
-            sample = self._judge.sample(request, tokens)
+            sample = self._scorer.sample(request, tokens)
             samples.append(dataclasses.replace(sample, text=generation.text[0]))
-        scores = np.array(self._judge.scores(samples), np.float64)
+        scores = np.array(self._scorer.scores(samples), np.float64)
         return {number: scores[i : i + 1] for i, number in enumerate(generations)}
 
 

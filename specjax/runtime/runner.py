@@ -324,9 +324,9 @@ class BatchRunner:
     def _run_on_host(
         self, rounds: int, seen: Bool[np.ndarray, "B"], requests: Sequence[Request | None]
     ) -> None:
-        judge = self._engine.judge
+        scorer = self._engine.scorer
         method = self._method
-        assert judge is not None, "a host-driven method has a reward"
+        assert scorer is not None, "a host-driven method has a reward"
         assert isinstance(method, HostDriven), "a host-driven method has rounds of its own"
         self._state = advance_on_host(
             method,
@@ -334,7 +334,7 @@ class BatchRunner:
             self.state,
             rounds,
             seen,
-            lambda state, continuations: judge.score_continuations(requests, state, continuations),
+            lambda state, continuations: scorer.score_continuations(requests, state, continuations),
         )
 
     def free_slots(self, ended: Bool[np.ndarray, "B"], stopped: Bool[np.ndarray, "B"]) -> None:

@@ -126,7 +126,7 @@ class Scheduler:
         self._before_first_round = False
 
         # Finished or dropped.
-        self._results = ResultReader(size, engine.judge, engine.method.sequences)
+        self._results = ResultReader(size, engine.scorer, engine.method.sequences)
         self._dropped: set[int] = set()  # request ids, until their slots are free
 
     @property

@@ -255,8 +255,8 @@ def test_regex_and_functions():
 def test_several_rewards_are_summed_or_multiplied():
     for product, want in ((False, 5.0), (True, 6.0)):
         both = rewards.combine([lambda text: 2.0, lambda text: 3.0], product)
-        judge = rewards.Judge(both, None, frozenset())
-        (scores,) = judge.scores([sample("")])
+        scorer = rewards.RewardScorer(both, None, frozenset())
+        (scores,) = scorer.scores([sample("")])
         assert both.value(scores) == want
         assert both.value([0.0, -math.inf]) == -math.inf
     fold = folding.Together((Number(0.0), Number(math.nan)), True)
@@ -277,11 +277,13 @@ def test_a_failing_reward_is_said_once_and_scores_minus_infinity():
     def fails(text):
         raise KeyError("gone")
 
-    judge = rewards.Judge(rewards.combine([fails, lambda text: math.nan]), None, frozenset())
+    scorer = rewards.RewardScorer(
+        rewards.combine([fails, lambda text: math.nan]), None, frozenset()
+    )
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for text in ("one text", "another"):
-            assert judge.scores([sample(text)]) == [(-math.inf, -math.inf)]
+            assert scorer.scores([sample(text)]) == [(-math.inf, -math.inf)]
     assert len(said) == 2
     first, second = (str(w.message) for w in said)
     assert "fails raised KeyError" in first and "'one text'" in first
@@ -299,10 +301,12 @@ def test_samples_are_scored_together_and_alone_where_that_fails():
         def score(self, sample):
             return self.score_many([sample])[0]
 
-    judge = rewards.Judge(rewards.combine([Together(re.compile("")), len]), None, frozenset())
-    assert judge.scores([sample("ab"), sample("a")]) == [(-1.0, 2.0), (-0.5, 1.0)]
+    scorer = rewards.RewardScorer(
+        rewards.combine([Together(re.compile("")), len]), None, frozenset()
+    )
+    assert scorer.scores([sample("ab"), sample("a")]) == [(-1.0, 2.0), (-0.5, 1.0)]
     with pytest.warns(rewards.RewardWarning, match="ZeroDivisionError.*'abc'"):
-        found = judge.scores([sample("ab"), sample("abc")])
+        found = scorer.scores([sample("ab"), sample("abc")])
     assert found == [(-1.0, 2.0), (-math.inf, 3.0)]
     assert asked == [2, 2, 1, 1]
 

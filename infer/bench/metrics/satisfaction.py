@@ -12,7 +12,7 @@ from infer.formats import constraints_of
 from infer.satisfaction import count_constraints
 from infer.uncertainty import Estimate, ratio
 from specjax._util.errors import OptionError
-from specjax.rewards import Judge, Lexical, Sample, combine
+from specjax.rewards import Lexical, RewardScorer, Sample, combine
 
 LEXICAL = "lexical"
 
@@ -32,7 +32,7 @@ class Satisfaction:
 
     def __init__(self, reward: str):
         self._reward = combine([reward])
-        self._judge = Judge(self._reward, None, frozenset())
+        self._scorer = RewardScorer(self._reward, None, frozenset())
 
     def check(self, prompts: Sequence[Completion]) -> None:
         for number, prompt in enumerate(prompts, 1):
@@ -67,7 +67,7 @@ class Satisfaction:
             Sample(one.text, one.prompt, one.tokens, own, one.ended)
             for one, own in zip(completions, constraints, strict=True)
         ]
-        found = np.array(self._judge.scores(samples), float)
+        found = np.array(self._scorer.scores(samples), float)
         scores = np.where(np.isfinite(found), found, 0.0)
         met, asked = count_constraints(self._reward.parts, scores, constraints)
         satisfied = sum(self._reward.satisfied(row) for row in found)
