@@ -308,22 +308,24 @@ def _prefill_chunk(
 
 @CachedByMethod
 def run_rounds(method: Method):
-    """``run(inputs, state, rounds, seen=None) -> state``: up to ``rounds`` rounds on the device.
+    """``run(inputs, state, rounds, known_done=None) -> state``: rounds on the device.
 
-    The loop returns early when every row is done, or when the next round might not fit the longest
-    row's positions. ``seen[B]``, bool, marks the rows whose end the caller knows of: the loop also
-    returns when any other row is done. None: it does not. One trace per capacity bucket. The state
-    is donated.
+    It runs up to ``rounds`` of them. The loop returns early when every row is done, or when the
+    next round might not fit the longest row's positions. ``known_done[B]``, bool, marks the rows
+    that the caller knows to be done: the loop also returns when any other row is. None: it does
+    not. One trace per capacity bucket. The state is donated.
     """
 
-    def run(inputs: Inputs, state: DecodeState, rounds: Int[Array, ""], seen=None) -> DecodeState:
+    def run(
+        inputs: Inputs, state: DecodeState, rounds: Int[Array, ""], known_done=None
+    ) -> DecodeState:
         def goes_on(carry):
             i, state = carry
             fits = jnp.max(state.length) + method.round_positions <= state.capacity
             going = (i < rounds) & ~jnp.all(state.done) & fits
-            if seen is None:
+            if known_done is None:
                 return going
-            return going & ~jnp.any(state.done & ~seen)
+            return going & ~jnp.any(state.done & ~known_done)
 
         def run_round(carry):
             i, state = carry

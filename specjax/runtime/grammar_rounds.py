@@ -102,13 +102,13 @@ def advance_with_grammars(
     inputs: Inputs,
     state: DecodeState,
     rounds: int,
-    seen: np.ndarray,
+    known_done: np.ndarray,
     places: Sequence[GrammarProgress | None],
 ) -> DecodeState:
     """Up to ``rounds`` rounds, as :func:`specjax.core.loop.run_rounds`.
 
     Args:
-      seen: bool ``[B]``, the rows that the caller already knows to be done.
+      known_done: bool ``[B]``, the rows that the caller already knows to be done.
       places: each row's place in its grammar; None: it has none.
     """
     method = longest_drafts(method)
@@ -119,7 +119,7 @@ def advance_with_grammars(
         asked = state.length, state.done, recent, draft.tokens, draft.parents, draft.valid
         length, done, recent, tokens, parents, valid = jax.device_get(asked)
         full = int(length.max()) + method.round_positions > state.capacity
-        if full or done.all() or (done & ~seen).any():
+        if full or done.all() or (done & ~known_done).any():
             break
         live = [None if ended else place for place, ended in zip(places, done, strict=True)]
         _read_new(live, recent, length)

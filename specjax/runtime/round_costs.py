@@ -162,9 +162,9 @@ def _timed(
     """
     before = jax.block_until_ready(state).stats.rounds.max()
     # Given as the scheduler gives it, so that the program is the one that decodes.
-    seen = np.zeros(len(state.length), bool)
+    known_done = np.zeros(len(state.length), bool)
     began = time.perf_counter()
-    state = run_rounds(method)(inputs, state, np.int32(rounds), seen)
+    state = run_rounds(method)(inputs, state, np.int32(rounds), known_done)
     jax.block_until_ready(state)
     seconds = time.perf_counter() - began
     return seconds, max(1, int(state.stats.rounds.max() - before)), state

@@ -258,27 +258,27 @@ class BatchRunner:
     # --- rounds --------------------------------------------------------------------------------
 
     def run_rounds(
-        self, rounds: int, seen: Bool[np.ndarray, "B"], requests: Sequence[Request | None]
+        self, rounds: int, known_done: Bool[np.ndarray, "B"], requests: Sequence[Request | None]
     ) -> None:
         """Runs up to ``rounds`` rounds; does not wait for the device.
 
-        It ends early if a row ends that is not in ``seen``. ``requests`` are those of the batch
-        slots: rewards of host-driven methods read them.
+        It ends early if a row ends that is not in ``known_done``. ``requests`` are those of the
+        batch slots: rewards of host-driven methods read them.
         """
         self._capacities_run.add(self.state.capacity)
         places = self._grammar_places(requests)
         if self._costs is None and not any(places):
             self._measure_costs()
         if self._method.host_driven:
-            self._run_on_host(rounds, seen, requests)
+            self._run_on_host(rounds, known_done, requests)
         elif any(places):
             assert isinstance(self._method, DraftVerify), "check_method refuses others"
             self._state = advance_with_grammars(
-                self._method, self.inputs, self.state, rounds, seen, places
+                self._method, self.inputs, self.state, rounds, known_done, places
             )
         else:
             run = loop.run_rounds(self._method_of(requests))
-            self._state = run(self.inputs, self.state, np.int32(rounds), seen)
+            self._state = run(self.inputs, self.state, np.int32(rounds), known_done)
 
     def _method_of(self, requests: Sequence[Request | None]) -> Method:
         """The method of a batch without a request that needs the host."""
@@ -322,7 +322,7 @@ class BatchRunner:
         self._set_costs()
 
     def _run_on_host(
-        self, rounds: int, seen: Bool[np.ndarray, "B"], requests: Sequence[Request | None]
+        self, rounds: int, known_done: Bool[np.ndarray, "B"], requests: Sequence[Request | None]
     ) -> None:
         scorer = self._engine.scorer
         method = self._method
@@ -333,7 +333,7 @@ class BatchRunner:
             self.inputs,
             self.state,
             rounds,
-            seen,
+            known_done,
             lambda state, continuations: scorer.score_continuations(requests, state, continuations),
         )
 

@@ -353,11 +353,11 @@ class Scheduler:
         self._before_first_round = False
 
         # Rows that have ended already do not end the rounds early.
-        seen = np.array([slot is None for slot in self._slots])
+        known_done = np.array([slot is None for slot in self._slots])
         if self._engine.data_parallel_size > 1:
             rounds = min(rounds, MAX_ROUNDS_ON_MESH)
-            seen = np.ones_like(seen)
-        self._runner.run_rounds(rounds, seen, self._requests_in_slots())
+            known_done = np.ones_like(known_done)
+        self._runner.run_rounds(rounds, known_done, self._requests_in_slots())
 
     def _must_poll_next_round(self) -> bool:
         """Whether the next poll comes after one round, however many the caller allows."""

@@ -149,5 +149,5 @@ class Warmup(Scheduler):
             slots_per_device = self._size // self._engine.data_parallel_size
             self._runner.fill_slots(self._prefill, range(0, self._size, slots_per_device))
         if not self._engine.method.host_driven:
-            seen = np.zeros(self._size, bool)
-            self._runner.run_rounds(0, seen, requests=[None] * self._size)
+            known_done = np.zeros(self._size, bool)
+            self._runner.run_rounds(0, known_done, requests=[None] * self._size)

@@ -213,7 +213,7 @@ def advance_on_host(
     inputs: Inputs,
     state: DecodeState,
     rounds: int,
-    seen: np.ndarray,
+    known_done: np.ndarray,
     score: Callable[[DecodeState, CandidateContinuations], np.ndarray],
 ) -> DecodeState:
     """Up to ``rounds`` host-driven rounds, as :func:`specjax.core.loop.run_rounds`.
@@ -221,14 +221,14 @@ def advance_on_host(
     It stops earlier if the caches are full, if all rows are done, or if a row is newly done.
 
     Args:
-      seen: bool ``[B]``, the rows that the caller already knows to be done.
+      known_done: bool ``[B]``, the rows that the caller already knows to be done.
       score: ``(state, continuations) -> float32 [B, K]``, as in :class:`HostDriver`.
     """
     driver = HostDriver(score, inputs)
     for _ in range(rounds):
         full = int(state.length.max()) + method.round_positions > state.capacity
         done = np.asarray(state.done)
-        newly_done = done & ~seen
+        newly_done = done & ~known_done
         if full or done.all() or newly_done.any():
             break
         state = method.round(driver, state)
