@@ -15,9 +15,9 @@ nobody else touches its scheduler. If another queue waits for a scheduler, the l
 drains: it starts no new requests, and gives up its scheduler when it is empty.
 
 A variant is *new* until a row of it has ended: it has programs to compile. One new variant runs at
-a time, and the others wait (:class:`Programs`). A request whose length is new (:data:`Shape`) needs
-further programs of its variant. It is held back until a worker has compiled them aside, so that the
-variant's other requests go on.
+a time, and the others wait (:class:`Programs`). A request whose length is new (:data:`LengthKey`)
+needs further programs of its variant. It is held back until a worker has compiled them aside, so
+that the variant's other requests go on.
 
 A *row* is one completion of a submission: a prompt with ``n`` samples has ``n`` rows. This file
 does not know HTTP, JSON or OpenAI's protocol.
@@ -38,10 +38,10 @@ import numpy as np
 
 from infer import scoring
 from infer.scoring import PromptScores
-from infer.serve.fairness import QueueFull, Turns, fits
-from infer.serve.hosts import Hosts
+from infer.serve.fairness import QueueFull, RoundRobinQueue, fits
+from infer.serve.hosts import Followers
 from infer.serve.log import LOG
-from infer.serve.programs import Programs, Shape
+from infer.serve.programs import LengthKey, Programs
 from infer.serve.schemas import Body
 from specjax._util.memory import return_memory
 from specjax.core.protocols import Method
@@ -85,7 +85,7 @@ class Variant:
         """Two variants with equal values run the same compiled programs."""
         return self.engine.method, self.logprobs
 
-    def needed_shape(self, request: Request) -> Shape | None:
+    def length_key(self, request: Request) -> LengthKey | None:
         """What a request's length decides about its programs; None if they compile where it runs.
 
         Then the capacity is the same for all requests, or the costs of rounds are measured.
@@ -193,7 +193,7 @@ class VariantQueue:
     def __init__(self, variant: Variant, number: int):
         self.variant = variant
         self.number = number
-        self.waiting: Turns[Request] = Turns()
+        self.waiting: RoundRobinQueue[Request] = RoundRobinQueue()
         # Requests that wait until programs for their length are compiled, with their clients.
         self.held: list[tuple[Hashable, Request]] = []
         self.dropped: set[int] = set()  # ids of canceled requests that the scheduler still has
@@ -274,7 +274,7 @@ class Compilation:
 
     variant: Variant
     request: Request
-    shape: Shape
+    length_key: LengthKey
 
 
 @dataclasses.dataclass
@@ -303,7 +303,7 @@ class EngineThread:
       max_waiting: rows that may wait for a batch slot.
       metrics: counts ended and dropped rows.
       workers: threads that run the device; 1 if programs may not be started side by side.
-      hosts: the other processes of the model; None: there are none.
+      followers: the other processes of the model; None: there are none.
     """
 
     def __init__(
@@ -314,7 +314,7 @@ class EngineThread:
         max_waiting: int,
         metrics: EngineMetrics,
         workers: int,
-        hosts: Hosts | None = None,
+        followers: Followers | None = None,
     ):
         self._size = size
         self._bounds = bounds
@@ -323,7 +323,7 @@ class EngineThread:
         self._metrics = metrics
 
         self._workers = workers
-        self._hosts = hosts or Hosts()
+        self._followers = followers or Followers()
 
         # Shared between threads; ``_change`` guards these and what waits in the queues.
         self._change = threading.Condition()
@@ -379,8 +379,8 @@ class EngineThread:
         No request may run meanwhile. The submission itself is not decoded.
         """
         variant = submission.variant
-        if self._hosts.several:
-            self._hosts.tell("warm_up", **request_message(submission))
+        if self._followers.exist:
+            self._followers.tell("warm_up", **request_message(submission))
         warm_up_all_lengths(
             variant.engine,
             self._size,
@@ -399,18 +399,18 @@ class EngineThread:
         """
         variant = submission.variant
         request = submission.requests(0)[0]
-        shape = variant.needed_shape(request)
-        if self._workers == 1 or shape is None:
+        length_key = variant.length_key(request)
+        if self._workers == 1 or length_key is None:
             return
         engine = variant.engine
-        capacity, _ = shape
+        capacity, _ = length_key
         longest = min(self._bounds.prompt, capacity - engine.method.round_positions)
         jobs = {}
         for chunk in chunk_sizes(engine.chunk_size(longest, engine.data_parallel_size)):
             tokens = np.zeros(min(chunk, longest), np.int32)
             example = dataclasses.replace(request, tokens=tokens)
-            shape = variant.needed_shape(example)
-            jobs[shape] = Compilation(variant, example, shape)
+            length_key = variant.length_key(example)
+            jobs[length_key] = Compilation(variant, example, length_key)
         with self._change:
             self._ahead.extend(jobs.values())
             self._change.notify()
@@ -530,9 +530,9 @@ class EngineThread:
 
         variant = submission.variant
         queue = self._queues.setdefault(variant.key, VariantQueue(variant, first_id))
-        if self._hosts.several:
+        if self._followers.exist:
             message = request_message(submission)
-            self._hosts.note("submit", first_id=first_id, queue=queue.number, **message)
+            self._followers.note("submit", first_id=first_id, queue=queue.number, **message)
         queue.waiting.extend(submission.client, requests)
 
     def _remove(self, submission: Submission) -> None:
@@ -552,7 +552,7 @@ class EngineThread:
                 queue.dropped |= ids
         for request_id in ids:
             del self._owners[request_id]
-        self._hosts.note("cancel", requests=sorted(ids))
+        self._followers.note("cancel", requests=sorted(ids))
         self._metrics.left(len(ids))
 
     def _poll(self, queue: VariantQueue) -> list[Piece]:
@@ -562,14 +562,14 @@ class EngineThread:
             queue.dropped = set()
             if not queue.running and (queue.draining or not len(queue.waiting)):
                 return []
-        self._hosts.tell("poll", queue=queue.number, dropped=sorted(dropped))
+        self._followers.tell("poll", queue=queue.number, dropped=sorted(dropped))
         if dropped:
             queue.scheduler.drop(dropped)
         return queue.poll(self._next_request)
 
     def _score(self, scoring: Scoring) -> list[PromptScores] | None:
         """Runs the next pass of a scoring, in a worker."""
-        self._hosts.tell("score", tokens=None if scoring.begun else scoring.tokens)
+        self._followers.tell("score", tokens=None if scoring.begun else scoring.tokens)
         scoring.begun = True
         return next(scoring.passes)
 
@@ -589,7 +589,7 @@ class EngineThread:
         # Under the lock, so that no request is reported as canceled in between.
         with self._change:
             request = self._pop_request(queue)
-            self._hosts.tell("request", request=None if request is None else request.request_id)
+            self._followers.tell("request", request=None if request is None else request.request_id)
         return request
 
     def _pop_request(self, queue: VariantQueue) -> Request | None:
@@ -613,13 +613,13 @@ class EngineThread:
         if self._workers > 1 and not self._programs.is_new(key):
             return True
         # They compile where it runs.
-        self._programs.add_shape(key, queue.variant.needed_shape(request))
+        self._programs.add_length(key, queue.variant.length_key(request))
         return False
 
     def _is_compiled(self, queue: VariantQueue, request: Request) -> bool:
         """Whether the programs for a request's length have been compiled."""
-        shape = queue.variant.needed_shape(request)
-        return shape is None or self._programs.has_shape(queue.variant.programs, shape)
+        length_key = queue.variant.length_key(request)
+        return length_key is None or self._programs.has_length(queue.variant.programs, length_key)
 
     def _next_compilation(self) -> Compilation | None:
         """Programs for the request that has been held back for longest, of one queue.
@@ -629,13 +629,15 @@ class EngineThread:
         with self._change:
             for queue in self._queues.values():
                 for _, request in queue.held:
-                    shape = queue.variant.needed_shape(request)
-                    assert shape is not None, "a request of any other length is not held"
-                    return Compilation(queue.variant, request, shape)
+                    length_key = queue.variant.length_key(request)
+                    assert length_key is not None, "a request of any other length is not held"
+                    return Compilation(queue.variant, request, length_key)
             while self._ahead:
                 job = self._ahead.popleft()
                 key = job.variant.programs
-                if not (self._programs.is_new(key) or self._programs.has_shape(key, job.shape)):
+                if not (
+                    self._programs.is_new(key) or self._programs.has_length(key, job.length_key)
+                ):
                     return job
         return None
 
@@ -658,7 +660,7 @@ class EngineThread:
             LOG.error("compiling method %s failed", job.variant.name, exc_info=error)
         key = job.variant.programs
         with self._change:
-            self._programs.add_shape(key, job.shape)
+            self._programs.add_length(key, job.length_key)
             for queue in self._queues.values():  # one for each of their settings
                 if queue.variant.programs == key:
                     queue.release(functools.partial(self._is_compiled, queue))
@@ -701,7 +703,7 @@ class EngineThread:
             return
 
         LOG.error("scoring failed", exc_info=result)
-        self._hosts.end()
+        self._followers.end()
         owner = self._owners.pop(scoring.piece.index, None)
         if owner is not None:
             submission, number = owner
@@ -712,7 +714,7 @@ class EngineThread:
     def _fail(self, queue: VariantQueue, error: Exception) -> None:
         """Ends all rows of a queue with an error. Only the log gets the traceback."""
         LOG.error("method %s failed", queue.variant.name, exc_info=error)
-        self._hosts.end()
+        self._followers.end()
         key = queue.variant.key
         with self._change:
             queue.release(lambda request: True)
@@ -750,7 +752,7 @@ class EngineThread:
                 self._queues[key] = self._queues.pop(key)
             elif queue.scheduler is None and not queue.busy:
                 del self._queues[key]
-                self._hosts.note("leave", queue=queue.number)
+                self._followers.note("leave", queue=queue.number)
 
         self._forget_unused_programs()
         closed = [queue for queue in self._queues.values() if queue.scheduler is None]
@@ -765,7 +767,7 @@ class EngineThread:
 
     def _close(self, queue: VariantQueue) -> None:
         queue.close()
-        self._hosts.note("close", queue=queue.number)
+        self._followers.note("close", queue=queue.number)
 
     def _runs_new_variant(self) -> bool:
         """Whether a variant decodes that has programs to compile."""

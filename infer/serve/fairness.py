@@ -33,7 +33,7 @@ def fits(new: int, mine: int, others: int, limit: int) -> bool:
     return mine + new <= max(1, (limit - others) // 2)
 
 
-class Turns(Generic[Item]):
+class RoundRobinQueue(Generic[Item]):
     """A queue that gives each client one item in turn; a client's own items keep their order."""
 
     def __init__(self):
@@ -82,8 +82,8 @@ class Turns(Generic[Item]):
         return before - len(self)
 
 
-class Places:
-    """A limited number of places for coroutines of one event loop; clients take turns.
+class FairSemaphore:
+    """A semaphore for coroutines of one event loop; clients take turns.
 
     A client has at most half of the places that the others leave free, so that one which uses its
     places for long does not keep the others waiting.
@@ -96,7 +96,7 @@ class Places:
     def __init__(self, size: int, max_waiting: int):
         self._size = size
         self._max_waiting = max_waiting
-        self._waiting: Turns[asyncio.Future] = Turns()
+        self._waiting: RoundRobinQueue[asyncio.Future] = RoundRobinQueue()
         self._running: Counter[Hashable] = Counter()
 
     @contextlib.asynccontextmanager
@@ -155,7 +155,7 @@ class Workers:
     """
 
     def __init__(self, size: int, name: str):
-        self._places = Places(size, MAX_WAITING)
+        self._places = FairSemaphore(size, MAX_WAITING)
         self._threads = ThreadPoolExecutor(size, name)
 
     async def run(self, client: Hashable, function: Callable[..., Result], *args: Any) -> Result:

@@ -33,7 +33,7 @@ END = "end"
 Message = dict[str, Any]
 
 
-class Hosts:
+class Followers:
     """In process 0: what tells the other processes. Without others it does nothing.
 
     Args:
@@ -46,19 +46,19 @@ class Hosts:
         self._notes: list[bytes] = []
 
     @property
-    def several(self) -> bool:
+    def exist(self) -> bool:
         """Whether there are other processes."""
         return bool(self._sends)
 
     def note(self, what: str, **about: Any) -> None:
         """Sends a message before the next one of :meth:`tell`; any thread may call it."""
-        if self.several:
+        if self.exist:
             with self._lock:
                 self._notes.append(_packed(what, about))
 
     def tell(self, what: str, **about: Any) -> None:
         """Sends a message, before the devices do what it says."""
-        if not self.several:
+        if not self.exist:
             return
         with self._lock:
             data = b"".join([*self._notes, _packed(what, about)])
@@ -70,7 +70,7 @@ class Hosts:
 
     def end(self) -> None:
         """After an error of the device's work: ends all processes, which may not be in step."""
-        if self.several:
+        if self.exist:
             say("infer.serve", "decoding failed, so all processes of the model end")
             os._exit(FAILED)
 
@@ -80,7 +80,7 @@ def _packed(what: str, about: Message) -> bytes:
     return SIZE.pack(len(text)) + text
 
 
-def lead(count: int, host: str | None) -> Hosts:
+def lead(count: int, host: str | None) -> Followers:
     """In process 0: connects to the other ``count - 1`` processes.
 
     If one of them gets SIGTERM, this process gets it, too.
@@ -98,7 +98,7 @@ def lead(count: int, host: str | None) -> Hosts:
     for connection in connections.values():
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         threading.Thread(target=_pass_signals_on, args=(connection,), daemon=True).start()
-    return Hosts([connection.sendall for connection in connections.values()])
+    return Followers([connection.sendall for connection in connections.values()])
 
 
 def _pass_signals_on(connection: socket.socket) -> None:
@@ -107,7 +107,7 @@ def _pass_signals_on(connection: socket.socket) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-class Leader:
+class LeaderConnection:
     """In another process: its connection to process 0.
 
     Raises:

@@ -18,7 +18,7 @@ MAX_COMPILED = 6  # variants whose programs stay in memory, unless more have a s
 Key = tuple[Method, bool]  # the method, and whether it returns log-probabilities
 # What a request's length decides about programs: its first cache positions, and the tokens of its
 # largest prefill chunk, 0 if nothing is prefilled.
-Shape = tuple[int, int]
+LengthKey = tuple[int, int]
 
 
 class TooManyNew(Exception):
@@ -32,7 +32,7 @@ class Programs:
         self._new: dict[Key, Hashable] = {}  # with the client that asked first
         self._compiled: dict[Key, None] = {}  # the one that was used longest ago comes first
         self._begun: set[Key] = set()  # what may have programs, whether a row has ended or not
-        self._shapes: dict[Key, set[Shape]] = {}  # whose programs have been compiled
+        self._lengths: dict[Key, set[LengthKey]] = {}  # whose programs have been compiled
         self._pinned: set[Key] = set()
         self._freed = False  # whether there may be memory to give back
 
@@ -65,14 +65,14 @@ class Programs:
         self._compiled.pop(key, None)
         self._compiled[key] = None
 
-    def has_shape(self, key: Key, shape: Shape) -> bool:
-        """Whether the variant's programs for requests of this shape have been compiled."""
-        return key in self._pinned or shape in self._shapes.get(key, ())
+    def has_length(self, key: Key, length_key: LengthKey) -> bool:
+        """Whether the variant's programs for requests of this length have been compiled."""
+        return key in self._pinned or length_key in self._lengths.get(key, ())
 
-    def add_shape(self, key: Key, shape: Shape) -> None:
-        """Notes that the programs for this shape are compiled, or will be at once."""
+    def add_length(self, key: Key, length_key: LengthKey) -> None:
+        """Notes that the programs for this length are compiled, or will be at once."""
         self._freed = True  # compiling takes more than it leaves
-        self._shapes.setdefault(key, set()).add(shape)
+        self._lengths.setdefault(key, set()).add(length_key)
 
     def pin(self, key: Key) -> None:
         """Keeps the variant's programs for ever; those for all lengths have been compiled."""
@@ -106,9 +106,9 @@ class Programs:
         if forgotten:
             forget(forgotten, in_use)
             self._freed = True
-        self._shapes = {
-            key: shapes
-            for key, shapes in self._shapes.items()
+        self._lengths = {
+            key: lengths
+            for key, lengths in self._lengths.items()
             if key in self._compiled or key in self._new
         }
         freed = self._freed

@@ -29,7 +29,7 @@ from infer.serve.commands import KEY_VARIABLE
 from infer.serve.connections import Connection, connections_within
 from infer.serve.engine_thread import EngineThread, Submission
 from infer.serve.follower import Follower
-from infer.serve.hosts import END, Hosts, Leader, lead
+from infer.serve.hosts import END, Followers, LeaderConnection, lead
 from infer.serve.log import limit_log, log_format
 from infer.serve.memory import limited_memory
 from infer.serve.metrics import PrometheusMetrics
@@ -86,14 +86,14 @@ def serve(args: argparse.Namespace) -> int:
         use_compilation_cache()
         want_draft = spec is None or spec.needs_draft
         target, draft = processes.raise_everywhere(lambda: load_models(args, want_draft, args.mesh))
-        hosts = None
+        followers = None
         if args.distributed:
             _check_agreement(args, target, draft)
             host = processes.first_host(str(args.distributed))
             if listener is None:
-                return _follow(args, target, draft, Leader(host))
-            hosts = lead(jax.process_count(), host)
-        with assembled(args, target, draft, keys, hosts) as (server, engine):
+                return _follow(args, target, draft, LeaderConnection(host))
+            followers = lead(jax.process_count(), host)
+        with assembled(args, target, draft, keys, followers) as (server, engine):
             with waiting("decoding a first text"):
                 first = _decode_one(server.admission, engine)
             if args.warm_up:
@@ -152,7 +152,9 @@ def _check_agreement(args: argparse.Namespace, target: LM, draft: LM | None) -> 
     )
 
 
-def _follow(args: argparse.Namespace, target: LM, draft: LM | None, leader: Leader) -> int:
+def _follow(
+    args: argparse.Namespace, target: LM, draft: LM | None, leader: LeaderConnection
+) -> int:
     """Does what process 0 says, until it ends; returns the exit code."""
     admission = follower_admission(args, target, draft)
     leader.pass_signals_on()
@@ -167,15 +169,15 @@ def assembled(
     target: LM,
     draft: LM | None,
     keys: Sequence[str] = (),
-    hosts: Hosts | None = None,
+    followers: Followers | None = None,
 ) -> Iterator[tuple[Server, EngineThread]]:
     """The server of these models, and its engine, which runs until the block ends.
 
-    ``hosts`` are the other processes of the models, if there are any.
+    ``followers`` are the other processes of the models, if there are any.
     """
     admission = _admission(args, target, draft)
     metrics = PrometheusMetrics(admission.name)
-    hosts = hosts or Hosts()
+    followers = followers or Followers()
     engine = EngineThread(
         size=admission.size,
         bounds=admission.bounds,
@@ -184,14 +186,14 @@ def assembled(
         metrics=metrics,
         # Programs that two threads start on several devices could wait for each other.
         workers=args.max_methods + 2 if target.mesh is None else 1,
-        hosts=hosts,
+        followers=followers,
     )
     metrics.watch(engine, admission)
     try:
         yield Server(admission, engine, metrics, args.max_body, keys, args.allowed_host), engine
     finally:
         engine.close()
-        hosts.tell(END)
+        followers.tell(END)
 
 
 def _admission(args: argparse.Namespace, target: LM, draft: LM | None) -> Admission:

@@ -16,7 +16,7 @@ import pytest
 from infer.serve import app, engine_thread, programs
 from infer.serve.app import client_at
 from infer.serve.engine_thread import VariantQueue
-from infer.serve.fairness import Places, QueueFull, Turns, fits
+from infer.serve.fairness import FairSemaphore, QueueFull, RoundRobinQueue, fits
 from infer.serve.programs import MAX_COMPILED, MAX_NEW, Programs, TooManyNew
 from infer.serve.schemas import CompletionBody
 from infer.serve.server import _allowed_methods
@@ -70,23 +70,23 @@ def test_something_is_always_left():
 
 
 def test_clients_take_turns():
-    turns = Turns()
-    turns.extend("a", range(5))
-    turns.extend("b", (10, 11))
-    assert turns.drop(lambda item: item == 3) == 1 and turns.count("a") == 4
-    order = [turns.pop()[1] for _ in range(3)]
-    assert turns.pop(lambda client: client == "a") == ("a", 2)
+    queue = RoundRobinQueue()
+    queue.extend("a", range(5))
+    queue.extend("b", (10, 11))
+    assert queue.drop(lambda item: item == 3) == 1 and queue.count("a") == 4
+    order = [queue.pop()[1] for _ in range(3)]
+    assert queue.pop(lambda client: client == "a") == ("a", 2)
     with pytest.raises(LookupError):
-        turns.pop(lambda client: client == "c")
-    assert order == [0, 10, 1] and [turns.pop()[1] for _ in range(len(turns))] == [11, 4]
+        queue.pop(lambda client: client == "c")
+    assert order == [0, 10, 1] and [queue.pop()[1] for _ in range(len(queue))] == [11, 4]
 
 
 def test_places_go_round():
     async def use():
-        places, order = Places(2, max_waiting=8), []
+        semaphore, order = FairSemaphore(2, max_waiting=8), []
 
         async def one(client, number):
-            async with places.place(client):
+            async with semaphore.place(client):
                 order.append(f"{client}{number}")
                 await asyncio.sleep(0.001)
 
@@ -98,7 +98,7 @@ def test_places_go_round():
         many = [one("a", i) for i in range(4)] + [cancelled()] + [one("b", i) for i in range(3)]
         await asyncio.gather(*many)
         assert order[:4] == ["a0", "b0", "a1", "b1"] and sorted(order) == sorted(set(order))
-        assert not places._running and not len(places._waiting)
+        assert not semaphore._running and not len(semaphore._waiting)
         full = await asyncio.gather(*(one("a", i) for i in range(9)), return_exceptions=True)
         assert [type(error) for error in full if error] == [QueueFull] * 4
 

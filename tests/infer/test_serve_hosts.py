@@ -14,7 +14,7 @@ import pytest
 import specjax as sj
 from infer.serve import commands
 from infer.serve.follower import Follower
-from infer.serve.hosts import END, SIZE, Hosts
+from infer.serve.hosts import END, SIZE, Followers
 from infer.serve.schemas import ChatBody, CompletionBody
 from infer.serve.server import assembled, follower_admission
 from support.pace import slowdown
@@ -77,7 +77,7 @@ def test_what_process_0_sends_gives_its_tokens_elsewhere(models):
     sent = bytearray()
     ours, ends = {}, {}
     args = arguments()
-    with assembled(args, *models, (), Hosts([sent.extend])) as (server, engine):
+    with assembled(args, *models, (), Followers([sent.extend])) as (server, engine):
         first_id = 0
         for body in BODIES:
 
