@@ -166,28 +166,36 @@ def _add_log(group: _ArgumentGroup) -> None:
 
 
 def _add_limits(group: _ArgumentGroup) -> None:
-    for names, default, text in (
-        (["--max-prompt"], 4096, "tokens of a prompt, within the model's context"),
-        (["--max-output"], 1024, "new tokens of a completion, within the model's context"),
+    for name, default, text in (
+        ("--max-prompt", 4096, "tokens of a prompt, within the model's context"),
+        ("--max-output", 1024, "new tokens of a completion, within the model's context"),
         (
-            ["--queue"],
+            "--queue",
             512,
             "completions that may wait for a batch slot, at most half of the free ones for one "
             "client; more are answered 429",
         ),
         (
-            ["--max-connections"],
+            "--max-connections",
             1024,
             "open connections; a new one takes the place of the one that has sent no whole request "
             "for the longest time",
         ),
         (
-            ["--max-methods", "--flights"],
+            "--max-methods",
             4,
             "methods that decode at the same time; the same method with other options counts again",
         ),
-        (["--max-body"], 2**20, "bytes of a request's body"),
-        (["--drain"], 300, "seconds after SIGTERM to finish open requests"),
+        ("--max-body", 2**20, "bytes of a request's body"),
+        ("--drain", 300, "seconds after SIGTERM to finish open requests"),
     ):
         text += " (default: %(default)s)"
-        group.add_argument(*names, type=cli.whole(1), default=default, metavar="N", help=text)
+        group.add_argument(name, type=cli.whole(1), default=default, metavar="N", help=text)
+    # The former name of --max-methods.
+    group.add_argument(
+        "--flights",
+        dest="max_methods",
+        type=cli.whole(1),
+        default=argparse.SUPPRESS,
+        help=argparse.SUPPRESS,
+    )

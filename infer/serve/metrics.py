@@ -57,7 +57,7 @@ class PrometheusMetrics:
         self._waiting = self._new(Gauge, "rows_waiting", "Completions that wait for a batch slot")
         self._running = self._new(Gauge, "rows_in_flight", "Completions that have a batch slot")
         self._schedulers = self._new(
-            Gauge, "flights", "Methods, with their options, that hold batch slots in memory"
+            Gauge, "schedulers", "Pairs of a method and its options that have batch slots"
         )
         self._kv_cache_max_bytes = self._new(
             Gauge,
