@@ -32,7 +32,7 @@ class Purpose(enum.IntEnum):
     ACCEPT = 1
     EMIT = 2
     SEARCH = 3
-    PLACE = 4
+    POSITION = 4
 
 
 def seed_key(seed: int) -> Key[Array, ""]:
@@ -53,13 +53,13 @@ def round_keys(keys: Key[Array, "B"], rounds: Int[Array, "B"]) -> Key[Array, "B"
     return jax.vmap(jax.random.fold_in)(keys, rounds)
 
 
-def place_uniforms(keys: Key[Array, "B"], place: Int[Array, "B"]) -> Float[Array, "B"]:
-    """One uniform in (0, 1] for each row's token number ``place``.
+def position_uniforms(keys: Key[Array, "B"], position: Int[Array, "B"]) -> Float[Array, "B"]:
+    """One uniform in (0, 1] for each row's token at ``position`` of the output.
 
-    It depends on the place alone, not on the round that writes the token.
+    It depends on the position alone, not on the round that writes the token.
     """
     nothing = jnp.zeros((*keys.shape, 1), jnp.int32)
-    return uniforms(round_keys(keys, place), Purpose.PLACE, nothing)[:, 0]
+    return uniforms(round_keys(keys, position), Purpose.POSITION, nothing)[:, 0]
 
 
 def draw_keys(

@@ -48,7 +48,7 @@ def match(keys, draft, log_p, *, written=0):
     """
 
     def step(walk: _MatchWalk, _):
-        u = probs.place_uniforms(keys, written + walk.depth)
+        u = probs.position_uniforms(keys, written + walk.depth)
         y = probs.sample(jnp.exp(probs.at_node(log_p, walk.node)), u)
         is_child = (draft.parents == walk.node[:, None]) & draft.valid
         carries_y = is_child & (draft.tokens == y[:, None])
