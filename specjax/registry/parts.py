@@ -36,7 +36,9 @@ class Context(NamedTuple):
     draft: LM | None
     greedy: bool = True
     reward: Fold | None = None
-    rule: Rule | None = None  # what verifies the drafts; set before the drafter is made
+    # What verifies the drafts. It is set before the drafter is made, because a drafter may choose a
+    # form of draft that the rule accepts.
+    rule: Rule | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -215,8 +215,8 @@ class Tuned:
     # sequences, recompute the rest.
     remat: Remat = False
     scan: bool = False  # compile one block and scan over the layers: deep models compile faster
-    # Of a mixture of experts: weight of the loss by which all experts are chosen alike, as
-    # router_aux_loss_coef of transformers.
+    # Of a mixture: weight of the load-balancing loss of the experts, as router_aux_loss_coef of
+    # transformers.
     router_aux_loss: NotNegativeFloat = 0.0
 
 
