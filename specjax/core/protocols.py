@@ -223,7 +223,7 @@ class Rule:
           PairError: the rule is not made for drafts like this one. Without this error it would
             silently give a wrong distribution.
         """
-        self.check_draft(draft.sampling, draft.shape, "this draft")
+        self.check_draft(draft.sampling, draft.shape, "this draft has")
         # Inside a caller's own program the rule is a part of it; alone it is one program.
         traced = _is_traced((keys, draft, log_p, settings))
         verify = self.verify if traced else _compiled(self.verify)
@@ -233,18 +233,19 @@ class Rule:
         """Refuses drafts that the rule is not made for.
 
         Raises:
-          PairError: says what the rule needs, and what ``source`` is.
+          PairError: says what the rule needs, and what it gets. ``source`` says from where, as
+            "drafter tree proposes".
         """
         if sampling not in self.accepts:
-            accepted = " or ".join(sorted(self.accepts))
+            accepted = " or ".join(SAMPLINGS[label] for label in sorted(self.accepts))
             raise PairError(
-                f"rule {self.name} accepts {accepted} drafts, but {source} makes {sampling} ones; "
-                "choose another --rule or --drafter"
+                f"rule {self.name} accepts {accepted}, but {source} "
+                f"{SAMPLINGS.get(sampling, sampling)}; choose another --rule or --drafter"
             )
         if self.chain_only and not shape.is_chain:
             raise PairError(
-                f"rule {self.name} verifies a chain, but {source} makes a tree; choose a tree rule "
-                "or a chain drafter"
+                f"rule {self.name} verifies a chain, but {source} a tree; choose a tree rule or a "
+                "chain drafter"
             )
 
     def __repr__(self) -> str:
@@ -321,12 +322,17 @@ class Method(Protocol):
     # Whether its target applies the settings that read a row's tokens, such as penalties.
     follows_paths: bool = False
 
+    @property
+    def name(self) -> str:
+        """The method's name in messages."""
+        return type(self).__name__
+
     def check_sampling(self, sampling: Sampling) -> None:
         """Raises OptionError if the method cannot draw with these settings."""
         if sampling.path_settings and not self.follows_paths:
             raise OptionError(
-                f"{', '.join(sampling.path_settings)}: method {type(self).__name__} has none of "
-                "this; leave it out, or take a method with a drafter and a lossless rule"
+                f"{', '.join(sampling.path_settings)}: method {self.name} does not support it; "
+                "leave it out, or choose a method with a drafter and a lossless rule"
             )
 
     def init(self, inputs: Inputs, state: DecodeState) -> DecodeState:

@@ -60,6 +60,11 @@ class DraftVerify(Method):
         check_pair(self.drafter, self.target, self.rule)
 
     @property
+    def name(self) -> str:
+        """The names of drafter and rule, such as ``chain+match``."""
+        return f"{self.drafter.name}+{self.rule.name}"
+
+    @property
     def depth(self) -> int:
         """The most draft tokens that a round accepts."""
         return self.drafter.shape.depth
@@ -254,7 +259,7 @@ def check_pair(drafter: Drafter, target: TargetDist, rule: Rule) -> None:
       PairError: says what the rule needs and what the drafter offers.
     """
     check_sampling(f"drafter {drafter.name} has sampling", drafter.sampling)
-    rule.check_draft(drafter.sampling, drafter.shape, f"drafter {drafter.name}")
+    rule.check_draft(drafter.sampling, drafter.shape, f"drafter {drafter.name} proposes")
     if target.needs_draft_logits and not drafter.keep_logits:
         raise PairError(
             f"target distribution {type(target).__name__.lower()} needs the draft's logits at "

@@ -125,6 +125,6 @@ def check_steppable(method: Method) -> None:
     """
     if method.host_driven:
         raise OptionError(
-            f"method {type(method).__name__} is driven from the host, for its reward reads text; "
+            f"method {method.name} is driven from the host, for its reward reads text; "
             "use specjax.generate"
         )

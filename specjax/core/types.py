@@ -31,7 +31,13 @@ POINT_MASS = "point_mass"  # one certain token per node: lookup, argmax drafts
 IID = "iid"  # drawn independently from log_q
 WITHOUT_REPLACEMENT = "without_replacement"  # siblings: Gumbel-top-k of log_q, in that order
 DETERMINISTIC = "deterministic"  # chosen by rank or score: top-j children, beams
-SAMPLINGS = (POINT_MASS, IID, WITHOUT_REPLACEMENT, DETERMINISTIC)
+# The labels of a draft's sampling, in words.
+SAMPLINGS = {
+    POINT_MASS: "certain tokens (point_mass)",
+    IID: "drafts sampled iid",
+    WITHOUT_REPLACEMENT: "siblings sampled without replacement",
+    DETERMINISTIC: "tokens chosen by rank or score (deterministic)",
+}
 
 # Who wrote a token, for coloring and for reports.
 FROM_PROMPT = 0

@@ -61,12 +61,13 @@ def check_method(method: Method) -> None:
     """
     if isinstance(method, AutoLength) and method.draft_can_pause:
         raise OptionError(
-            "grammar: a draft model with drafts of automatic length has none; give gamma or "
-            "branching"
+            "grammar: not supported with gamma=auto or branching=auto of a draft model; give a "
+            "number, as gamma=4"
         )
     if not isinstance(method, DraftVerify) or not method.follows_paths:
         raise OptionError(
-            "grammar: this method has none; take one with a drafter and a lossless rule"
+            "grammar: this method does not support grammars; choose one with a drafter and a "
+            "lossless rule"
         )
 
 

@@ -103,6 +103,10 @@ class BeamSearch(Method):
                 f"beams={self.beams}"
             )
 
+    @property
+    def name(self) -> str:
+        return "beam"
+
     def ready(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         """The prompt's cache and tokens, once per beam."""
         tokens = jnp.repeat(state.tokens[:, None], self.beams, axis=1)

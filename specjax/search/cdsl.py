@@ -149,6 +149,10 @@ class CDSL(Method):
             self, k=COUNT, d=COUNT, b=Check(int, low=0), accept=accept, keep_verified=FLAG
         )
 
+    @property
+    def name(self) -> str:
+        return "cdsl"
+
     def check_sampling(self, sampling: Sampling) -> None:
         """Raises OptionError for settings that it has not: it draws nothing."""
         super().check_sampling(sampling)

@@ -253,6 +253,10 @@ class Lookahead(Method):
         check_is_greedy(sampling)
 
     @property
+    def name(self) -> str:
+        return "cdlh-appx" if self.drafts else "cdlh"
+
+    @property
     def host_driven(self) -> bool:
         return self.reward is None
 

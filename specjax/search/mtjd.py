@@ -116,6 +116,10 @@ class MTJD(Method):
         joint = Check(str, choices=JOINTS)
         validate_fields(self, block=COUNT, beam_width=COUNT, joint=joint, exact=FLAG)
 
+    @property
+    def name(self) -> str:
+        return "mtjd"
+
     @classmethod
     def over(cls, vocab: int, block: int, beam_width: int, joint: str) -> MTJD:
         """The method for a vocabulary of ``vocab`` tokens.

@@ -43,6 +43,10 @@ class TwoStep(Method):
         return DraftVerify(self.verify, self.target, self.rule)
 
     @property
+    def name(self) -> str:
+        return self._second.name
+
+    @property
     def depth(self) -> int:
         return self._second.depth
 

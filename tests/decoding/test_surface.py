@@ -144,7 +144,9 @@ def test_a_rule_alone_refuses_drafts_that_it_is_not_made_for():
     """Accepting it would give a wrong distribution: (0.398, 0.602, 0) for p = (0.6, 0.3, 0.1)."""
     keys = jax.random.split(jax.random.key(0), 4)
     chosen, log_p = one_draft(4)
-    with pytest.raises(PairError, match=r"speculative accepts iid or point_mass.*deterministic"):
+    with pytest.raises(
+        PairError, match=r"speculative accepts drafts sampled iid or certain.*deterministic"
+    ):
         sj.verify.speculative(keys, chosen.replace(sampling=DETERMINISTIC), log_p)
     tree = chosen.replace(shape=sj.TreeShape(2, 0, 1))
     with pytest.raises(PairError, match="speculative verifies a chain"):

@@ -202,7 +202,7 @@ def test_a_method_without_penalties_leaves_the_model_s_own_out(directory, capsys
     assert "; method beam leaves out repetition_penalty=1.05 (" in said
     argv = ["--target", home, "--prompt", "a", "--method", "beam", "--repetition-penalty", "1.2"]
     assert run.main(argv) == 2
-    assert "repetition_penalty: method BeamSearch has none" in capsys.readouterr().err
+    assert "repetition_penalty: method beam does not support it" in capsys.readouterr().err
 
 
 def test_a_request_for_such_a_method_has_no_penalty(directory):
@@ -216,5 +216,5 @@ def test_a_request_for_such_a_method_has_no_penalty(directory):
 
         assert sampling().repetition_penalty == 1.05
         assert sampling(method="beam").repetition_penalty == 1.0
-        with pytest.raises(sj.OptionError, match="repetition_penalty: method BeamSearch has none"):
+        with pytest.raises(sj.OptionError, match="repetition_penalty: method beam does not"):
             sampling(method="beam", repetition_penalty=1.2)

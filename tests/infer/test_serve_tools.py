@@ -229,7 +229,7 @@ IMPOSSIBLE = {"allOf": [{"type": "string"}, {"type": "integer"}]}
         (
             {"tools": TOOLS, "tool_choice": "required", "method": "beam", "temperature": 0},
             "tools",
-            "this method has none",
+            "this method does not support grammars",
         ),
         (
             {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {}}]}]},

@@ -50,7 +50,7 @@ def answer(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked_output(str(args.out), place))
         if args.out.exists() and not part_files(str(args.out)):
-            raise InputError(f"{args.out} is there: it is complete, or give another name")
+            raise InputError(f"{args.out} exists already and is complete; choose another OUT")
         job = make_job(args, place)
         count = job.run()
         sums = job.journal.join(count)
