@@ -20,7 +20,7 @@ from specjax._util.command_line import (  # noqa: F401
     MESH_AXES,
     REPEATABLE,
     SELF,
-    add_mesh,
+    add_devices,
     add_models,
     checked,
     draft,
@@ -50,7 +50,7 @@ NEW_TOKENS = 128  # the default of --max-new-tokens
 
 
 def add_prompting(group: argparse._ActionsContainer) -> None:
-    """Adds ``--chat --truncate --mesh --draft-whole`` to a parser or an argument group."""
+    """Adds ``--chat --truncate`` to a parser or an argument group."""
     add_chat(group)
     group.add_argument(
         "--truncate",
@@ -58,7 +58,6 @@ def add_prompting(group: argparse._ActionsContainer) -> None:
         help="left: cut the beginning of prompts that are too long, but keep BOS; room for "
         "--max-new-tokens remains. Infilling prompts are never cut (default: refuse long prompts)",
     )
-    add_mesh(group)
 
 
 def add_prefixes(group: argparse._ActionsContainer) -> None:

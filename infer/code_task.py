@@ -34,7 +34,8 @@ SKIPPED = {"self", "cls"}
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code."""
     parser = Parser("infer.code_task", __doc__)
-    parser.add_argument("directory", metavar="DIR")
+    text = "the directory to write both files to"
+    parser.add_argument("directory", metavar="DIR", help=text)
     for name, default in (("--test", 100), ("--validation", 40)):
         text = f"number of lines (default: {default})"
         parser.add_argument(name, type=whole(1), default=default, metavar="N", help=text)

@@ -27,7 +27,8 @@ from specjax._util.program import Parser, run, start
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code."""
     parser = Parser("infer.convert", __doc__)
-    parser.add_argument("directory", metavar="DIR", type=path)
+    text = "the checkpoint's directory, or a GGUF file"
+    parser.add_argument("directory", metavar="DIR", type=path, help=text)
     text = "the directory to write to (default: DIR itself)"
     parser.add_argument("--out", metavar="DIR", type=path, help=text)
     text = "replace safetensors files that exist already"

@@ -22,6 +22,7 @@ from infer.bench.peer_table import PEERS
 from infer.cli import (
     REPEATABLE,
     add_dataset,
+    add_devices,
     add_models,
     add_new_tokens,
     add_prompting,
@@ -74,6 +75,7 @@ def parser() -> Parser:
         help=f"a target with random weights instead of --target: {', '.join(SIZES)}",
     )
     _add_prompts(out)
+    add_devices(out)
     _add_metrics(out)
     _add_methods(out)
     _add_repeats(out)
@@ -210,7 +212,7 @@ def _add_report(out: Parser) -> None:
     out.add_argument(
         "--plot",
         metavar="COLUMN",
-        help="what sweep.png shows against the swept options: the head of a column, e.g. "
+        help="what sweep.png shows against the swept options: the title of a column, e.g. "
         '"tokens/s"; repeatable (default: speedup, tokens/round, perplexity and each --metric)',
         **REPEATABLE,
     )

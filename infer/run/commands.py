@@ -71,6 +71,12 @@ def parser() -> Parser:
     sampling = out.add_argument_group("sampling")
     cli.add_sampling(sampling, of_model=True)
     add_settings(sampling)
+    cli.add_distributed(
+        cli.add_devices(out),
+        "run as process INDEX of COUNT, with process 0 reachable at HOST:PORT. The processes "
+        "share the prompts, or one model with --mesh model=N, and write one --out. "
+        "cluster: take all three from the cluster manager; for one model only",
+    )
     _add_plan(out.add_argument_group("plan"))
     _add_output(out.add_argument_group("output"))
     return out
@@ -213,12 +219,6 @@ def _add_output(group: _ArgumentGroup) -> None:
         metavar="DIR",
         help="decode the first --batch-size prompts twice, write a trace of the second run for a "
         "profiler's viewer to DIR, and exit",
-    )
-    cli.add_distributed(
-        group,
-        "run as process INDEX of COUNT, with process 0 reachable at HOST:PORT. The processes "
-        "share the prompts, or one model with --mesh model=N, and write one --out. "
-        "cluster: take all three from the cluster manager; for one model only",
     )
 
 

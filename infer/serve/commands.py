@@ -53,6 +53,12 @@ def parser() -> Parser:
     out = Parser("infer.serve", __doc__)
     cli.add_models(out)
     _add_decoding(out.add_argument_group("decoding"))
+    cli.add_distributed(
+        cli.add_devices(out),
+        "run as process INDEX of COUNT that serve one model, with --mesh model=N over all their "
+        "devices and process 0 reachable at HOST:PORT. Process 0 answers requests. cluster: take "
+        "all three from the cluster manager",
+    )
     _add_address(out.add_argument_group("address"))
     _add_limits(out.add_argument_group("limits"))
     _add_log(out.add_argument_group("log"))
@@ -100,13 +106,6 @@ def _add_decoding(group: _ArgumentGroup) -> None:
         "otherwise they compile when a request is the first of its length",
     )
     cli.add_prefixes(group)
-    cli.add_mesh(group)
-    cli.add_distributed(
-        group,
-        "run as process INDEX of COUNT that serve one model, with --mesh model=N over all their "
-        "devices and process 0 reachable at HOST:PORT. Process 0 answers requests. cluster: take "
-        "all three from the cluster manager",
-    )
     cli.add_generation_config(group)
 
 
@@ -160,7 +159,7 @@ def _add_log(group: _ArgumentGroup) -> None:
         "--log-format",
         choices=FORMATS,
         default=FORMATS[0],
-        help="text: faults alone; json: one object a line, and a line for each completion and each "
+        help="text: errors only; json: one object a line, and a line for each completion and each "
         "answer (default: %(default)s)",
     )
 

@@ -32,7 +32,7 @@ from infer.cli import (
     REPEATABLE,
     add_chat,
     add_dataset,
-    add_mesh,
+    add_devices,
     add_models,
     add_stop,
     checked,
@@ -133,7 +133,7 @@ def parser() -> Parser:
     out = Parser("infer.tune", __doc__)
     add_config(out)
     add_models(out)
-    add_mesh(out)
+    add_devices(out)
     _add_files(out)
     _add_method(out)
     _add_cdsl(out)

@@ -84,8 +84,9 @@ def _add_forms(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def add_mesh(group: argparse._ActionsContainer) -> None:
-    """Adds ``--mesh --draft-whole`` to a parser or an argument group."""
+def add_devices(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Adds a group with ``--mesh --draft-whole``, and returns it."""
+    group = parser.add_argument_group("devices")
     group.add_argument(
         "--mesh",
         type=mesh_axes,
@@ -98,6 +99,7 @@ def add_mesh(group: argparse._ActionsContainer) -> None:
         help="each device of --mesh has the whole draft: no sums between devices, more memory "
         "(default: only where it cannot be split)",
     )
+    return group
 
 
 def wrong_value(text: str, expected: str) -> argparse.ArgumentTypeError:

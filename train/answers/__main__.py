@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from specjax._util.command_line import (
     MAX_ROWS,
     REPEATABLE,
-    add_mesh,
+    add_devices,
     add_models,
     checked,
     seed,
@@ -50,14 +50,19 @@ def mixture(text: str) -> dict[float, float]:
 def parser() -> Parser:
     """The command line."""
     out = Parser(NAME, __doc__)
-    out.add_argument("paths", nargs="+", metavar="IN", help="conversations; the last is OUT")
+    out.add_argument(
+        "paths",
+        nargs="+",
+        metavar="FILE",
+        help="input files of conversations, then the output file (with --own only the output file)",
+    )
     add_models(out)
     group = out.add_argument_group("questions")
     group.add_argument(
         "--own",
         type=whole(1),
         metavar="N",
-        help="the model writes N questions itself, from its bare template",
+        help="the model also writes the N questions, sampled after an empty user turn (Magpie)",
     )
     group.add_argument(
         "--openings",
@@ -72,6 +77,13 @@ def parser() -> Parser:
         help="a Jinja file to use instead of the target's chat template",
     )
     _add_decoding(out)
+    devices = add_devices(out)
+    devices.add_argument(
+        "--distributed",
+        type=checked(Place.parse, f"{Place.FORM}, INDEX from 0 to COUNT - 1"),
+        metavar=Place.FORM,
+        help="run as process INDEX of COUNT: each answers its share of the questions",
+    )
     return out
 
 
@@ -83,30 +95,46 @@ def _add_decoding(out: Parser) -> None:
         help="decoding method (default: speculative with a draft, else autoregressive)",
     )
     group.add_argument(
-        "--set", type=setting, metavar="OPTION=VALUE", help="of the method", **REPEATABLE
+        "--set",
+        type=setting,
+        metavar="OPTION=VALUE",
+        help="set an option of the method; repeatable",
+        **REPEATABLE,
     )
     group.add_argument(
         "--temperature",
         type=mixture,
         default={0.0: 1.0},
         metavar="T|T=SHARE,…",
-        help="of the answers; 0=3,1=1: of four conversations three greedy (default: 0)",
+        help="temperature of the answers (default: 0); 0=3,1=1 decodes three of four "
+        "conversations greedily and one at 1",
     )
-    group.add_argument("--max-new-tokens", type=whole(1), default=512, metavar="N")
-    group.add_argument("--batch-size", type=whole(1, MAX_ROWS), default=32, metavar="B")
-    group.add_argument("--seed", type=seed, default=0, metavar="S")
+    group.add_argument(
+        "--max-new-tokens",
+        type=whole(1),
+        default=512,
+        metavar="N",
+        help="longest answer in tokens (default: %(default)s)",
+    )
+    group.add_argument(
+        "--batch-size",
+        type=whole(1, MAX_ROWS),
+        default=32,
+        metavar="B",
+        help="conversations answered at the same time (default: %(default)s)",
+    )
+    group.add_argument(
+        "--seed",
+        type=seed,
+        default=0,
+        metavar="S",
+        help="seed of the random numbers; the same seed gives the same text (default: %(default)s)",
+    )
     group.add_argument(
         "--repeats",
         choices=["keep", "drop"],
         default="keep",
         help="drop: leave out answers that repeat themselves to the limit (default: keep)",
-    )
-    add_mesh(group)
-    group.add_argument(
-        "--distributed",
-        type=checked(Place.parse, f"{Place.FORM}, INDEX from 0 to COUNT - 1"),
-        metavar=Place.FORM,
-        help="run as process INDEX of COUNT: each answers its share of the questions",
     )
 
 

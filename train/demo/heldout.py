@@ -92,7 +92,10 @@ def work(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(NAME, __doc__)
-    parser.add_argument("out", nargs="?", type=new_file, default=MANIFEST)
+    text = "the file to write (default: the one in the package)"
+    parser.add_argument(
+        "out", nargs="?", metavar="FILE", type=new_file, default=MANIFEST, help=text
+    )
     return run(NAME, f"{__name__}:work", parser.parse_args(argv))
 
 
