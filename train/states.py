@@ -1,4 +1,4 @@
-"""Stores a target's hidden states for train.head, so that training needs its tables alone.
+"""Stores a target's hidden states for train.head: training then needs its embedding and LM head.
 
 python -m train.states CONFIG.toml [--set section.key=value ...] [--rows N] [--dry-run] [--json]
 

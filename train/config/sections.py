@@ -287,7 +287,7 @@ class HeadSection:
     # sizes, layers and draft vocabulary then hold; one that is set here must be the same.
     init_from: str = ""
     # A directory of the target's hidden states (python -m train.states); empty: each step computes
-    # them. With it, only the target's tables are loaded, and no evaluation decodes.
+    # them. With it, only the target's embedding and LM head are loaded, and no evaluation decodes.
     states: str = ""
     draft_vocab: NotNegativeInt = 0  # draft only this many most frequent ids of the corpus; 0: all
     layers: tuple[

@@ -89,8 +89,8 @@ def head_loss(
     the tokens that add to it. Documents end, so later steps have fewer.
 
     Args:
-      target: the target's config; the loss's ``frozen`` argument holds its params. Its tables are
-        enough for batches that hold its states (:mod:`train.head.states`).
+      target: the target's config; the loss's ``frozen`` argument holds its params. Embedding
+        and LM head are enough for batches that hold its states (:mod:`train.head.states`).
       head: the head's config.
       objective: steps, decay and precision.
       rows: the sharding of a batch's rows; None: on one device.

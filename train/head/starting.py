@@ -79,7 +79,7 @@ def first_params(
     """The head's first float32 params.
 
     Without ``start`` they are random, but the output layer is the target's. The final norm is the
-    target's, too, if both have the same kind of norm. The output table is scaled so that the first
+    target's, too, if both have the same kind of norm. The output layer is scaled so that the first
     logits have a standard deviation of 1 at most. Those of a target have several. With them a head
     whose states are still random would start sure of random tokens.
 

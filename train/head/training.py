@@ -165,7 +165,7 @@ def _measure(
     return measure
 
 
-def _table_params(target: ModelConfig) -> int:
+def _params_outside_layers(target: ModelConfig) -> int:
     """The number of parameters outside of the target's layers."""
     shapes = param_shapes(target)
     return sum(x.size for name in shapes if name != "layers" for x in jax.tree.leaves(shapes[name]))
@@ -175,8 +175,8 @@ def plan(cfg: HeadRunConfig, setup: HeadSetup, states: StoredStates | None) -> d
     """What the run will do, in numbers."""
     tokens = cfg.optim.batch_size * cfg.optim.accumulate * cfg.data.seq_len
     count = num_params(setup.head)
-    # With stored states the target's tables alone are loaded.
-    loaded = num_params(setup.target) if states is None else _table_params(setup.target)
+    # With stored states only the target's embedding and LM head are loaded.
+    loaded = num_params(setup.target) if states is None else _params_outside_layers(setup.target)
     target_bytes = jnp.dtype(cfg.model.compute_dtype).itemsize * loaded
     # Of the head four float32 arrays: master weights, gradient and two moments.
     state = 16 * count + target_bytes

@@ -165,7 +165,7 @@ def evaluation(model: ModelConfig, parts: Parts, shares: Shares, dtype: str) -> 
 
 
 def _gathered(model: ModelConfig) -> int:
-    """Parameters that a device gathers at a time: those of one block, and of one table."""
+    """Parameters that a device gathers at a time: those of one block, and of the LM head."""
     table = model.vocab_size * model.hidden_size
     tables = table if model.tie_embeddings else 2 * table
     return (num_params(model) - tables) // model.num_layers + table

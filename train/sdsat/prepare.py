@@ -83,7 +83,7 @@ def prepare_setup(cfg: SDSATConfig) -> SdsatSetup:
             "sdsat.distinct and sdsat.window as they were"
         )
     if cfg.model.train == GATED:
-        new_rows = 0  # the tables stay as they are: the adapters hold the rows of the ids
+        new_rows = 0  # nothing grows: the adapters hold the rows of the ids
     if not section.distinct:
         ids = ids * section.window
 
@@ -207,7 +207,7 @@ def _check_low_rank(section: Tuned, model: ModelConfig) -> None:
 def choose_ids(
     section: Adaptive, model: ModelConfig, tokenizer: Tokenizer
 ) -> tuple[tuple[int, ...], int]:
-    """(the adaptive ids, the number of rows that the tables grow by).
+    """(the adaptive ids, the number of rows by which embedding and LM head grow).
 
     The first that applies: the configured ids; the adaptive ids of the checkpoint, if it has as
     many; ids that the tokenizer does not use; new rows.

@@ -210,9 +210,9 @@ def _measure(
 
 
 def first_params(setup: SdsatSetup) -> dict:
-    """The checkpoint's weights, with table rows for new adaptive ids.
+    """The checkpoint's weights, with rows of embedding and LM head for new adaptive ids.
 
-    Gated adapters hold these rows themselves: then the tables stay as they are.
+    Gated adapters hold these rows themselves: then both stay as they are.
     """
     with waiting(f"loading {setup.start.directory}"):
         start, params = load_pretrained(setup.start.directory)
@@ -223,7 +223,7 @@ def first_params(setup: SdsatSetup) -> dict:
 
 
 def grow(params: dict, ids: tuple[int, ...], new_rows: int) -> dict:
-    """Embedding and head with ``new_rows`` more rows; the rows ``ids`` are set to the mean.
+    """Embedding and LM head with ``new_rows`` more rows; the rows ``ids`` are set to the mean.
 
     The mean is over the other rows. Rows of unused vocabulary may hold anything, even zeros, and
     would be a bad start. A bias on the logits is 0 for new rows.

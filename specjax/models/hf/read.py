@@ -69,7 +69,7 @@ def load_pretrained(
       quantize: a scheme (:func:`specjax.models.quantization.parse_scheme`), which needs ``fused``.
         Each weight is quantized before the next is read. ``none`` dequantizes what another library
         quantized; by default its codes are kept, which needs ``fused``, too.
-      only_tables: read no layer: the params are embedding, last norm and output table.
+      only_tables: read no layer: the params are embedding, last norm and LM head.
     Returns:
       The config, and the params as a nested dict of arrays.
     Raises:
