@@ -1,7 +1,7 @@
 """The losses of ``train.head`` beside each other, for the figures of docs/pages/train-head.md.
 
-  python -m train.demo.heads runs/heads.jsonl --num 400
-  python -m train.answers runs/heads.jsonl runs/continuations.jsonl --target demo \
+  python -m train.demo.signatures runs/signatures.jsonl --num 400
+  python -m train.answers runs/signatures.jsonl runs/continuations.jsonl --target demo \
       --chat-template configs/plain.jinja --max-new-tokens 96 --temperature 0=3,1=1
   python docs/tools/measure_head_losses.py runs/continuations.jsonl
 

@@ -24,7 +24,7 @@ from support.command_lines import (
     run,
 )
 from train.data.corpus import Document
-from train.demo import heads, heldout
+from train.demo import heldout, signatures
 
 each_program = pytest.mark.parametrize("name", PROGRAMS)
 
@@ -103,7 +103,7 @@ def little_to_do(monkeypatch):
     """A corpus of some functions."""
     body = "def f(x):\n    y = x\n    y += 1\n    y += 2\n    return y\n"
     documents = [Document(f"stdlib/{number}.py", body) for number in range(20)]
-    for module in (heads, heldout):
+    for module in (heldout, signatures):
         monkeypatch.setattr(module, "load_corpus", lambda names: documents)
 
 

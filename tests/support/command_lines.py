@@ -129,7 +129,7 @@ PROGRAMS = {
 }
 # They make the embedded models. Their tests replace the corpus, and the programs that train.
 DEMO_PROGRAMS = {
-    "train.demo.heads": Program("train.demo.heads", ("--num=1",), ("made",)),
+    "train.demo.signatures": Program("train.demo.signatures", ("--num=1",), ("made",)),
     "train.demo.heldout": Program("train.demo.heldout", (), ("made",)),
 }
 ROOT = Path(__file__).parents[2]
