@@ -35,7 +35,7 @@ from infer.cli import mesh_axes, setting, whole
 from specjax.models import ModelConfig
 from specjax.models.quantization import parse_scheme
 from specjax.registry import METHODS
-from specjax.rewards import Judge, Length, combine
+from specjax.rewards import Length, RewardScorer, combine
 from specjax.runtime.generate import make_engine
 from train.engine.placement import AXES as TRAIN_AXES
 from train.engine.placement import Placement
@@ -171,7 +171,7 @@ def compiled(
     draft = model(DRAFTS[args.target], args.layers) if spec.needs_draft else None
     judge = None
     if spec.needs_reward:
-        judge = Judge.bind(combine(REWARD), target, [{}] * rows, guides=True)
+        judge = RewardScorer.bind(combine(REWARD), target, [{}] * rows, guides=True)
     engine = make_engine(target, draft, spec, dict(args.options), draws == "greedy", judge)
     lowered = lower_rounds(engine, rows, args.capacity, mesh, DRAWS[draws], args.grammars)
     return compile_for_gpu(lowered, args.turns)
