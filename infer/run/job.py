@@ -17,6 +17,7 @@ from rich.console import Console
 import specjax as sj
 from infer.cli import BAD_LINES, make_directory
 from infer.datasets.table import Source
+from infer.digests import model_digests
 from infer.loading import chosen_sampling, load_models, use_compilation_cache
 from infer.prompts import Prompt, PromptEncoder, read_prompts, report, stops_of
 from infer.run.beside_plain import compare_with_plain
@@ -24,7 +25,6 @@ from infer.run.demo import PROMPT
 from infer.run.output import (
     OPTIONAL,
     PROMPT_DIGEST,
-    SHOWN_DIGITS,
     Output,
     prompt_digest,
     row_object,
@@ -37,7 +37,6 @@ from specjax._util.errors import OptionError, SpecjaxError
 from specjax._util.parts import locked_output
 from specjax._util.program import require_output, say
 from specjax._util.waiting import WaitMessage, waiting
-from specjax.lm import model_digest
 from specjax.registry import MethodSpec, compose, method, usual_rule
 from specjax.rewards import Combined, RewardWarning, combine
 from specjax.runtime.generate import ALL_ROUNDS
@@ -214,7 +213,7 @@ class Job:
             "logprobs": args.logprobs,
         }
         if args.out or args.span:
-            settings |= _model_digests(args, target, draft)
+            settings |= model_digests(args, target, draft)
             # In float32 the tokens do not depend on it. Below, each device's partial sums are
             # rounded, so rows of another split may differ.
             if settings["dtype"] != "float32":
@@ -474,19 +473,6 @@ def _reward(args: argparse.Namespace, spec: MethodSpec) -> Combined | None:
     if spec.needs_reward:
         raise OptionError(f"method {spec.name} needs a reward: give --reward or --task")
     return None
-
-
-def _model_digests(args: argparse.Namespace, target: sj.LM, draft: sj.LM | None) -> dict[str, str]:
-    """Digests of the models and of the tokenizer.
-
-    A file is resumed with the same ones, and processes that share a model have the same ones.
-    """
-    digests = {"target_digest": model_digest(args.target, args.base)}
-    if draft is not None:
-        digests["draft_digest"] = model_digest(draft.source, args.base)
-    if target.tokenizer is not None:
-        digests["tokenizer_digest"] = target.tokenizer.fingerprint
-    return {name: digest[:SHOWN_DIGITS] for name, digest in digests.items()}
 
 
 def _optional_settings(args: argparse.Namespace, reward: Combined | None) -> dict[str, Any]:

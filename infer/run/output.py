@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
+from infer.digests import DIGEST, SHOWN_DIGITS
 from specjax._util.checks import quoted
 from specjax._util.errors import OptionError
 from specjax._util.files import (
@@ -34,9 +35,7 @@ from specjax.rewards import Combined
 from specjax.runtime.generate import Generation
 
 RowKey = tuple[int, int]  # index of the prompt, sample
-DIGEST = "_digest"  # ends the names of digests
 PROMPT_DIGEST = "prompt" + DIGEST
-SHOWN_DIGITS = 16  # of a digest in a row
 # Settings that a row has only if they were given.
 OPTIONAL = ("reward", "suffix", "truncate", "quantize", "cache_dtype", "dataset")
 # How a row begins: with its id between these.

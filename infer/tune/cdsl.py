@@ -67,7 +67,8 @@ def _tune(args: argparse.Namespace, directory: Path) -> int:
         method("cdsl").resolve(options | point)  # wrong options are reported before models load
     measures = make_measures(args.measure)
     validation, test = _settings(args)
-    job = TuneJob(args, MeasuredRows(directory / "grid.jsonl", args), measures)
+    rows = MeasuredRows(directory / "grid.jsonl", args, validation, test)
+    job = TuneJob(args, rows, measures)
 
     # First what may refuse this pair of models.
     speculative = measure_speculative(job, validation)

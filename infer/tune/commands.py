@@ -16,9 +16,10 @@ satisfaction has two figures: the mean over rows, and the share of all constrain
 the latter, and the choice follows it; --select takes a figure of --measure instead. The report also
 has speculative decoding without a reward (the paper's Tables 7 and 8).
 
-Started again with the same arguments, it continues where it stopped. --out gets grid.jsonl,
-report.json and report.md. For cdsl and with the plots extra it also gets thresholds.png: speedup
-and satisfaction against r_t, a_t and b, with hard and ratio acceptance, as in the paper's Figure 2.
+Started again with the same arguments, files and models, it continues where it stopped. --out gets
+grid.jsonl, report.json and report.md. For cdsl and with the plots extra it also gets
+thresholds.png: speedup and satisfaction against r_t, a_t and b, with hard and ratio acceptance, as
+in the paper's Figure 2.
 
 Exit codes: 0 done, 1 the system failed, 2 bad arguments or input.
 """

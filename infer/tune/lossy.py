@@ -15,6 +15,7 @@ from typing import Any
 
 from infer.cli import check_grid, make_directory
 from infer.loading import load_models, use_compilation_cache
+from infer.prompts import Prompt
 from infer.timing import costs
 from infer.tune.candidates import Candidate, TuneSetting, measure_candidate, with_speedups
 from infer.tune.commands import GRIDS
@@ -66,7 +67,8 @@ def _tune(args: argparse.Namespace, directory: Path) -> int:
         return TuneSetting(target, draft, None, prompts, budget, slots, args.seed, stop, c)
 
     validation = setting(validation_prompts, args.batch_size)
-    rows = MeasuredRows(directory / "grid.jsonl", args)
+    test = setting(test_prompts, args.test_batch_size) if test_prompts else None
+    rows = MeasuredRows(directory / "grid.jsonl", args, validation, test)
     plain, grid = _measure_grid(args, rows, validation, points)
     best, is_within_bound = choose(grid, plain, args.quality, *args.bound)
     report = {
@@ -78,8 +80,7 @@ def _tune(args: argparse.Namespace, directory: Path) -> int:
         "best": best,
         "within_bound": is_within_bound,
     }
-    if args.test:
-        test = setting(test_prompts, args.test_batch_size)
+    if test:
         report["test"] = compare(args, rows, test, best["options"])
 
     write_text(directory / "report.json", json.dumps(report, indent=1))

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from infer.digests import model_digests, prompts_digest
+from infer.tune.candidates import TuneSetting
 from specjax._util.files import append_line, parse_json
 from specjax._util.program import say
 
@@ -41,11 +43,23 @@ ON_TEST = ("test", "test_batch_size")
 
 
 class MeasuredRows:
-    """The rows of a file. :meth:`get` measures and appends those that are not there yet."""
+    """The rows of a file. :meth:`get` measures and appends those that are not there yet.
 
-    def __init__(self, path: Path, args: argparse.Namespace):
+    A stored row counts with the same arguments, models and prompts.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        args: argparse.Namespace,
+        validation: TuneSetting,
+        test: TuneSetting | None,
+    ):
         self._path = path
         self._args = args
+        self._models = model_digests(args, validation.target, validation.draft)
+        self._validation = prompts_digest(validation.prompts)
+        self._test = prompts_digest(test.prompts) if test else None
         self._rows: dict[str, dict[str, Any]] = {}
         # Bytes: text would also split at U+2028 and the like, which JSON allows in strings.
         data = path.read_bytes() if path.exists() else b""
@@ -91,6 +105,9 @@ class MeasuredRows:
         return row
 
     def _job(self, kind: str) -> dict[str, Any]:
-        """The arguments that a row of this kind depends on."""
-        names = (*SHARED, *(ON_TEST if kind == "test" else ON_VALIDATION))
-        return {name: getattr(self._args, name) for name in names}
+        """What a row of this kind depends on: arguments, and the content of files."""
+        is_on_test = kind == "test"
+        names = (*SHARED, *(ON_TEST if is_on_test else ON_VALIDATION))
+        arguments = {name: getattr(self._args, name) for name in names}
+        prompts = self._test if is_on_test else self._validation
+        return arguments | self._models | {"prompts_digest": prompts}

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import types
 
 import jax
@@ -13,7 +14,7 @@ import pytest
 from infer.bench.metrics.protocol import Completion
 from infer.bench.metrics.table import make_metric
 from infer.llama_guard import GuardReward
-from infer.tune import cdsl, report
+from infer.tune import cdsl, lossy, report
 from infer.tune import commands as tune
 from infer.tune.candidates import with_measures
 from infer.tune.cdsl import choose, curve_points, grid_points
@@ -22,6 +23,7 @@ from infer.tune.ratio import ratio_speculative
 from specjax import rewards
 from specjax._util.errors import OptionError, PairError
 from specjax.core.types import DETERMINISTIC, Draft
+from specjax.models import load_pretrained, save_pretrained
 from specjax.rewards import Sample
 from specjax.verify import speculative
 
@@ -189,6 +191,80 @@ def test_satisfaction_is_a_metric_of_the_bench():
     assert figures["hard"][0] == 0.5
     with pytest.raises(OptionError, match="prompt 1 has no words for lexical"):
         metric.check([Completion("p", "", task={"prompt": "p"})])
+
+
+# --- what a tuning goes on from ------------------------------------------------------------------
+
+
+def made_up_measure(setting, candidate):
+    """Stands in for measure_candidate: a row of one figure per prompt, and the first prompt."""
+    ones = [1.0] * len(setting.prompts)
+    return {
+        "name": candidate.name,
+        "options": dict(candidate.options),
+        "rows": len(ones),
+        "texts": [setting.prompts[0].text],
+        "perplexity": 1.0,
+        "rouge_l": None,
+        "cost": 1.0,
+        "tokens_per_second": 1.0,
+        "each": {"tokens": ones, "seconds": ones, "cost": ones},
+    }
+
+
+@pytest.fixture
+def tuning(tiny_pair_dirs, tmp_path, monkeypatch, capsys):
+    """A tuning of one point on own files: how many rows it measures anew, and its report."""
+    for name, source in zip(("target", "draft"), tiny_pair_dirs, strict=True):
+        shutil.copytree(source, tmp_path / name)
+    monkeypatch.setattr(lossy, "measure_candidate", made_up_measure)
+    monkeypatch.setattr(lossy, "costs", lambda *_: (None, 0.5))
+    write_prompts(tmp_path / "validation.jsonl", "one")
+    write_prompts(tmp_path / "test.jsonl", "another")
+    models = ["--target", tmp_path / "target", "--draft", tmp_path / "draft"]
+    files = [tmp_path / "validation.jsonl", "--test", tmp_path / "test.jsonl"]
+    grid = ["--method", "speculative", "--grid", "gamma=2", "--max-new-tokens", "4"]
+    argv = [*models, *files, *grid, "--out", tmp_path / "out"]
+
+    def start(*more):
+        assert tune.main([*map(str, argv), *more]) == 0
+        report = json.loads((tmp_path / "out" / "report.json").read_text())
+        return capsys.readouterr().err.count("tokens/s"), report
+
+    return start
+
+
+def write_prompts(path, *texts):
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+
+
+def test_rows_of_other_prompts_are_measured_again(tuning, tmp_path):
+    """The file's name is the same; rows of the other file stay."""
+    assert tuning()[0] == 5
+    assert tuning()[0] == 0, "the same files"
+    write_prompts(tmp_path / "validation.jsonl", "two", "three")
+    num_measured, report = tuning()
+    assert num_measured == 2
+    assert [row["rows"] for row in report["grid"]] == [2]
+    assert [row["texts"] for row in report["grid"]] == [["two"]]
+    write_prompts(tmp_path / "test.jsonl", "four")
+    num_measured, report = tuning()
+    assert num_measured == 3
+    assert [row["texts"] for row in report["test"]] == [["four"]] * 3
+    # Of the same prompt the reference counts, too.
+    lines = {"prompt": "four", "reference": "five"}
+    (tmp_path / "test.jsonl").write_text(json.dumps(lines) + "\n")
+    assert tuning()[0] == 3
+
+
+@pytest.mark.parametrize("changed", ["target", "draft"])
+def test_rows_of_other_weights_are_measured_again(tuning, tmp_path, changed):
+    assert tuning()[0] == 5
+    cfg, params = load_pretrained(tmp_path / changed)
+    other = params | {"norm": {"weight": params["norm"]["weight"] * 1.01}}
+    tokenizer = (tmp_path / changed / "tokenizer.json").read_text()
+    save_pretrained(tmp_path / changed, cfg, other, tokenizer)
+    assert tuning()[0] == 5
 
 
 @pytest.fixture(scope="module")
