@@ -37,6 +37,12 @@ def _cell(row: dict[str, Any], key: str, form: str) -> str:
     return f"{text} ± {form.format(half_width)}" if half_width else text
 
 
+def sort_key(value: Any) -> tuple[str, Any]:
+    """The order of an option's values, which may be of several kinds: numbers come first."""
+    kind = "" if isinstance(value, int | float) else type(value).__name__
+    return kind, value
+
+
 def pyplot() -> Any:
     """matplotlib.pyplot for pictures in files; None without the plots extra."""
     try:

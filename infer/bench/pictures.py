@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from infer.reporting import pyplot, save_figure
+from infer.reporting import pyplot, save_figure, sort_key
 from specjax.registry import METHODS
 
 BLUE = "#4c78a8"
@@ -121,7 +121,8 @@ def _cost_styles(rows: Sequence[dict[str, Any]], sweep: Sequence[str]) -> list[d
     """
     axes = []  # of each of these options the values, sorted
     for option in sweep[:2]:
-        axes.append(sorted({row["options"][option] for row in rows if option in row["options"]}))
+        values = {row["options"][option] for row in rows if option in row["options"]}
+        axes.append(sorted(values, key=sort_key))
     styles = []
     for number, row in enumerate(rows):
         options = row["options"]

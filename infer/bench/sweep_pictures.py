@@ -6,13 +6,13 @@ One option with several values gives curves, two give surfaces. They need the ``
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from infer.reporting import pyplot, save_figure
+from infer.reporting import pyplot, save_figure, sort_key
 
 # Titles of the axes, by option; the others have the option's name.
 AXES = {
@@ -49,7 +49,7 @@ def _axes_of(report: dict[str, Any]) -> list[str]:
     several = []
     for option in report["sweep"]:
         rows = [row for row in report["rows"] if option in row["options"]]
-        if len({_tick(row["options"][option]) for row in rows}) > 1:
+        if len({_value(row, option) for row in rows}) > 1:
             several.append(option)
     return several or report["sweep"][:1]
 
@@ -86,6 +86,7 @@ def _rows_with_settings(report: dict[str, Any]) -> list[tuple[Row, list[str]]]:
 def _draw_curves(path: Path, option: str, report: dict[str, Any]) -> Path:
     groups = _groups(report, [option])
     plot = report["plot"]
+    places, ticks = _scale(option, itertools.chain.from_iterable(groups.values()))
     across = min(len(plot), 3)
     down = -(-len(plot) // across)
     size = (PANEL[0] * across, PANEL[1] * down + LEGEND_ROWS * len(groups))
@@ -95,28 +96,47 @@ def _draw_curves(path: Path, option: str, report: dict[str, Any]) -> Path:
         axis.set_visible(False)
     for axis, (key, head) in zip(axes.flat, plot.items(), strict=False):
         for number, (name, rows) in enumerate(groups.items()):
-            _draw_curve(axis, option, rows, key, f"C{number % 10}", name)
+            at = [places[_value(row, option)] for row in rows]
+            _draw_curve(axis, at, rows, key, f"C{number % 10}", name)
         _draw_levels(axis, option, report, key)
         axis.set(xlabel=AXES.get(option, option), ylabel=head)
+        if ticks:
+            axis.set_xticks(list(ticks), list(ticks.values()))
         axis.grid(linewidth=0.4, alpha=0.6)
     handles, names = axes.flat[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=2, fontsize=8, handlelength=3)
     return save_figure(figure, path)
 
 
-def _draw_curve(axis: Any, option: str, rows: list[Row], key: str, color: str, name: str) -> None:
-    """One curve with the ± of its figures as a band."""
-    rows = sorted(rows, key=lambda row: row["options"][option])
-    values = [_tick(row["options"][option]) for row in rows]
-    figures = np.array([_number(row.get(key)) for row in rows])
-    spread = np.array([row["pm"].get(key) or 0.0 for row in rows])
-    axis.plot(values, figures, "o-", color=color, markersize=4, label=name)
+def _scale(option: str, rows: Iterable[Row]) -> tuple[dict[Any, float], dict[float, str]]:
+    """The place of each value on the axis of an option, and the labels of places.
+
+    Numbers are their own places, and only whole ones are labeled. Values such as words or lists,
+    and numbers among them, stand side by side.
+    """
+    values = sorted({_value(row, option) for row in rows}, key=sort_key)
+    kinds = set(map(type, values))
+    if kinds <= {int, float}:
+        places = {value: value for value in values}
+        labeled = values if kinds == {int} else []
+        return places, {value: str(value) for value in labeled}
+    places = {value: place for place, value in enumerate(values)}
+    return places, {place: _label(value) for value, place in places.items()}
+
+
+def _draw_curve(
+    axis: Any, at: Sequence[float], rows: Sequence[Row], key: str, color: str, name: str
+) -> None:
+    """One curve, of rows at these places, with the ± of its figures as a band."""
+    order = np.argsort(at, kind="stable")
+    at = np.array(at)[order]
+    figures = np.array([_number(row.get(key)) for row in rows])[order]
+    spread = np.array([row["pm"].get(key) or 0.0 for row in rows])[order]
+    axis.plot(at, figures, "o-", color=color, markersize=4, label=name)
     if spread.any():
         axis.fill_between(
-            values, figures - spread, figures + spread, color=color, alpha=0.15, linewidth=0
+            at, figures - spread, figures + spread, color=color, alpha=0.15, linewidth=0
         )
-    if all(isinstance(value, int) for value in values):
-        axis.set_xticks(values)
 
 
 def _draw_levels(axis: Any, option: str, report: dict[str, Any], key: str) -> None:
@@ -154,12 +174,12 @@ def _draw_surfaces(path: Path, options: Sequence[str], report: dict[str, Any]) -
 def _draw_surface(axis: Any, options: Sequence[str], rows: Sequence[Row], key: str) -> Any:
     """Draws one figure of the rows against two options: the first across, the second upwards."""
     across, up = options
-    across_values = sorted({row["options"][across] for row in rows})
-    up_values = sorted({row["options"][up] for row in rows})
+    across_values = sorted({_value(row, across) for row in rows}, key=sort_key)
+    up_values = sorted({_value(row, up) for row in rows}, key=sort_key)
     surface = np.full((len(up_values), len(across_values)), np.nan)
     for row in rows:
-        x = across_values.index(row["options"][across])
-        y = up_values.index(row["options"][up])
+        x = across_values.index(_value(row, across))
+        y = up_values.index(_value(row, up))
         surface[y, x] = _number(row.get(key))
         if np.isfinite(surface[y, x]):
             axis.text(x, y, f"{surface[y, x]:.3g}", ha="center", va="center", fontsize=8)
@@ -175,9 +195,10 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else np.nan
 
 
-def _tick(value: Any) -> Any:
-    """A value as a place on an axis: matplotlib takes no lists."""
-    return str(value) if isinstance(value, tuple | list) else value
+def _value(row: Row, option: str) -> Any:
+    """The row's value of an option. What was a tuple is a list in the report of ``--beside``."""
+    value = row["options"][option]
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _label(value: Any) -> str:

@@ -23,7 +23,9 @@ from infer.bench import (
     cases,
     entropies,
     peers,
+    pictures,
     questions,
+    sweep_pictures,
     text_quality,
     timed_cases,
 )
@@ -31,11 +33,14 @@ from infer.bench import commands as bench
 from infer.bench.cases import Case
 from infer.bench.peer_process import PeerJob
 from infer.bench.peer_table import PEERS
+from infer.bench.pictures import draw_costs
 from infer.bench.predictions import add_expected, pass_widths
 from infer.bench.report import NEAR_TIE, fastest, markdown, show
 from infer.bench.rows import accepted_at_positions, add_quality, languages_of, make_rows
+from infer.bench.sweep_pictures import draw_sweep
 from infer.programs import MAP_LIMIT
 from infer.prompts import PromptEncoder
+from infer.reporting import pyplot
 from specjax._util.errors import OptionError, PairError
 from specjax.metrics import expected_block_efficiency, expected_speedup, perplexity, rates
 from specjax.models import init_params, save_pretrained
@@ -808,6 +813,7 @@ def test_the_figures_of_a_bench_take_every_option_of_every_method(target, draft,
     v = {count: 1.0 + count / 10 for count in range(1, 1200)}
     tokens = np.arange(6)
     seen = set()
+    drawn = {}
     for case in unusual_cases(target, draft):
         made = result(case.method, [10.0], [tokens], case.sampling, **case.options)
         plain = result("autoregressive", [5.0], [tokens], case.sampling)
@@ -816,4 +822,20 @@ def test_the_figures_of_a_bench_take_every_option_of_every_method(target, draft,
         entropies.add_entropies(rows, target, draft, [[1, 2]], [plain, made])
         text_quality.kl_to_target(target, draft, [[1, 2]], made)
         seen.add((case.method, *(str(value) for value in case.options.values())))
+        drawn.setdefault(case.method, []).extend(rows)
     assert len({name for name, *_ in seen}) > 15 and any(AUTO in values for values in seen)
+
+    for module in (pictures, sweep_pictures):
+        monkeypatch.setattr(module, "save_figure", lambda figure, _: pyplot().close(figure))
+    num_mixed = 0
+    for name, rows in drawn.items():
+        report = {"target": "t", "data": "d", "rows": rows, "beside": [], "cost": [0.05]}
+        for option in METHODS[name].options:
+            own = [row for row in rows if option in row["options"]]
+            if len({type(row["options"][option]) for row in own}) > 1:
+                num_mixed += 1
+                swept = report | {"sweep": [option], "plot": {"tokens_per_second": "tokens/s"}}
+                draw_sweep(None, swept)
+                if any("expected_at_0.05" in row for row in rows):
+                    draw_costs(None, swept)
+    assert num_mixed > 5

@@ -1,6 +1,7 @@
 """The pictures of a benchmark: their axes, curves and labels."""
 
 import itertools
+import json
 
 import pytest
 
@@ -94,6 +95,58 @@ def test_two_options_give_a_surface_and_one_value_gives_curves(drawn):
     (axis,) = drawn[1].axes
     assert (axis.get_xlabel(), axis.get_ylabel()) == ("α", "GSM8K")
     assert curves(axis).keys() == {"scd beta=0.5", "autoregressive", "speculative"}
+
+
+def swept_report(method, **options):
+    """A row of ``method`` for each combination of the options' values, and plain decoding's."""
+    rows = [row("autoregressive")]
+    for number, values in enumerate(itertools.product(*options.values())):
+        chosen = dict(zip(options, values, strict=True))
+        one = row(method, speed=40.0 + number, options=chosen, acceptance_rate=0.6)
+        rows.append(one | {f"expected_at_{cost:g}": 2 - cost for cost in COSTS})
+    plot = {"tokens_per_second": "tokens/s"}
+    swept = {"sweep": list(options), "plot": plot, "cost": COSTS}
+    return {"target": "P", "data": "d", "rows": rows, "beside": []} | swept
+
+
+@pytest.mark.parametrize(
+    ("method", "option", "values", "labels"),
+    [
+        ("speculative", "gamma", ["auto", 4, 2], ["2", "4", "auto"]),
+        ("beam", "early_stopping", [True, "never", False], ["False", "True", "never"]),
+        ("specinfer", "branching", [(2, 1), "auto", (2,)], ["auto", "(2,)", "(2, 1)"]),
+        ("speculative", "stop", [0.5, None], ["0.5", "None"]),
+    ],
+)
+def test_values_of_several_kinds_stand_side_by_side(drawn, method, option, values, labels):
+    """Pictures come after all measuring, so a value that breaks one costs its picture."""
+    made = swept_report(method, **{option: values})
+    sweep_pictures.draw_sweep(None, made)
+    (axis,) = drawn[0].axes
+    assert [text.get_text() for text in axis.get_xticklabels()] == labels
+    speeds = {str(value): 40.0 + number for number, value in enumerate(values)}
+    (curve,) = (line for name, line in curves(axis).items() if name == method)
+    assert curve.get_xdata().tolist() == list(range(len(values)))
+    assert curve.get_ydata().tolist() == [speeds[label] for label in labels]
+
+    pictures.draw_costs(None, made)
+    colors = {name: line.get_color() for name, line in curves(drawn[1].axes[0]).items()}
+    assert len(set(colors.values())) >= len(values)
+
+    sweep_pictures.draw_sweep(None, swept_report(method, **{option: values, "k": [1, 2]}))
+    surface = drawn[2].axes[0]
+    assert [text.get_text() for text in surface.get_xticklabels()] == labels
+    pictures.draw_costs(None, swept_report(method, **{"k": [1, 2], option: values}))
+
+
+def test_values_of_another_report_are_those_of_its_json(drawn):
+    """A report that is read back has lists where its run had tuples."""
+    made = swept_report("specinfer", branching=[(2, 1), (4, 1)])
+    other = json.loads(json.dumps(made | {"data": "e"}))
+    sweep_pictures.draw_sweep(None, made | {"beside": [other]})
+    lines = curves(drawn[0].axes[0])
+    assert lines["specinfer, e"].get_xdata().tolist() == [0, 1]
+    assert lines["specinfer, d"].get_xdata().tolist() == [0, 1]
 
 
 def test_the_expected_acceleration_marks_the_preset(drawn):
