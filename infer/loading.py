@@ -15,17 +15,18 @@ import jax
 from specjax import lm
 from specjax._util.checks import format_value
 from specjax._util.compilation_cache import use_compilation_cache  # noqa: F401
-from specjax._util.errors import ModelError, ModelWarning
+from specjax._util.errors import ModelError, ModelWarning, OptionError
 from specjax._util.platform import platform
 from specjax._util.program import say
 from specjax._util.waiting import waiting
 from specjax.core.mesh import make_mesh
+from specjax.core.protocols import Method
 from specjax.core.sampling import TRUNCATION, Sampling
 from specjax.lm import LM
 from specjax.models.cpu_kernels import narrow_product
 from specjax.models.hf.generation import FILE as GENERATION_CONFIG
 from specjax.models.loading import has_others_codes
-from specjax.registry import MethodSpec
+from specjax.registry import Context, MethodSpec
 
 DEMO_DRAFT = "demo-draft"
 CGROUPS = Path("/sys/fs/cgroup")
@@ -137,26 +138,32 @@ def _saying_warnings() -> Iterator[None]:
 
 
 def chosen_sampling(
-    program: str, args: argparse.Namespace, target: LM, spec: MethodSpec, given: Mapping[str, Any]
+    program: str,
+    args: argparse.Namespace,
+    context: Context,
+    spec: MethodSpec,
+    options: Mapping[str, Any],
+    given: Mapping[str, Any],
+    otherwise: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Arguments of ``sj.Sampling``: those ``given``, and the model's own where there is None.
 
     One line on stderr says what is taken from the model's generation_config.json, what of it has
     no effect, and what the method does not take. ``--ignore-generation-config`` takes nothing.
+    ``otherwise`` has the defaults where neither gives a value.
     """
+    target = context.target
     chosen = {name: value for name, value in given.items() if value is not None}
     if args.ignore_generation_config:
         return chosen
     own = target.generation_defaults
-    taken = {}
-    left = {}
-    for name, value in own.sampling.items():
-        # Truncation has no effect on greedy decoding.
-        has_effect = name not in TRUNCATION or chosen.get("temperature") != 0
-        if name in chosen or not has_effect:
-            continue
-        takes = spec.follows_paths or not Sampling(**{name: value}).path_settings
-        (taken if takes else left)[name] = value
+    # Truncation has no effect on greedy decoding.
+    idle = TRUNCATION if chosen.get("temperature") == 0 else ()
+    offered = {name: value for name, value in own.sampling.items() if name not in (*chosen, *idle)}
+    taken = left = {}
+    if offered:
+        method, _ = spec.build(context, options)
+        taken, left = split_by_method(method, offered, {**(otherwise or {}), **chosen})
     parts = []
     for verb, settings in (
         ("takes", taken),
@@ -170,6 +177,32 @@ def chosen_sampling(
         text = f"{GENERATION_CONFIG} of {target.source}: {'; '.join(parts)}"
         say(program, f"{text} (--ignore-generation-config: nothing)")
     return taken | chosen
+
+
+def split_by_method(
+    method: Method, own: Mapping[str, Any], given: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Those of a model's ``own`` settings that a method takes beside those ``given``, and the rest.
+
+    The temperature is always taken: without it the method would be greedy. If the method refuses
+    what is given, it goes on to, so that the user hears of it.
+    """
+    if not _refuses(method, {**given, **own}):
+        return dict(own), {}
+    taken: dict[str, Any] = {}
+    left: dict[str, Any] = {}
+    for name, value in own.items():
+        takes = name == "temperature" or not _refuses(method, {**given, **taken, name: value})
+        (taken if takes else left)[name] = value
+    return taken, left
+
+
+def _refuses(method: Method, settings: Mapping[str, Any]) -> bool:
+    try:
+        method.check_sampling(Sampling(**settings))
+    except OptionError:
+        return True
+    return False
 
 
 def device_memory() -> int:

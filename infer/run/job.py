@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,7 +37,7 @@ from specjax._util.errors import OptionError, SpecjaxError
 from specjax._util.parts import locked_output
 from specjax._util.program import require_output, say
 from specjax._util.waiting import WaitMessage, waiting
-from specjax.registry import MethodSpec, compose, method, usual_rule
+from specjax.registry import Context, MethodSpec, compose, method, usual_rule
 from specjax.rewards import Combined, RewardWarning, combine
 from specjax.runtime.generate import ALL_ROUNDS
 from specjax.runtime.infill import ending_middles
@@ -186,7 +186,7 @@ class Job:
         if args.target == "demo" and "gamma" in spec.options:
             options["gamma"] = DEMO_GAMMA
         options = spec.resolve(options | dict(args.set))
-        sampling = _sampling(args, spec, target)
+        sampling = _sampling(args, spec, options, Context(target, draft))
         reward = _reward(args, spec)
 
         arguments = method_arguments | {
@@ -432,16 +432,18 @@ def chosen_method(args: argparse.Namespace, has_draft: bool) -> tuple[MethodSpec
     return compose(**parts), parts
 
 
-def _sampling(args: argparse.Namespace, spec: MethodSpec, target: sj.LM) -> sj.Sampling:
+def _sampling(
+    args: argparse.Namespace, spec: MethodSpec, options: Mapping[str, Any], context: Context
+) -> sj.Sampling:
     """The sampling of the arguments, and of the model where they give none.
 
     Reward-guided methods are greedy: for them the model's own does not count.
     """
     given = {name: vars(args)[name] for name in ("temperature", "top_k", "top_p")}
-    given |= given_settings(args, target.tokenizer)
+    given |= given_settings(args, context.target.tokenizer)
     if spec.needs_reward and given["temperature"] is None:
         given["temperature"] = 0.0
-    return sj.Sampling(**chosen_sampling("infer.run", args, target, spec, given))
+    return sj.Sampling(**chosen_sampling("infer.run", args, context, spec, options, given))
 
 
 def _row_after_row(pieces: Iterable[sj.Piece]) -> Iterator[sj.Piece]:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from infer.loading import split_by_method
 from infer.sampling_options import word_ids
 from infer.serve.engine_thread import Submission, Variant
 from infer.serve.refusals import NoSuchModel, TooLong, naming
@@ -138,15 +139,15 @@ class Admission:
         with naming(field):
             if grammar:
                 given["grammar"] = grammar
-            return dataclasses.replace(self._own_sampling(body), **given)
+            return Sampling(**(self._own_sampling(body, given) | given))
 
-    def _own_sampling(self, body: Body) -> Sampling:
+    def _own_sampling(self, body: Body, given: Mapping[str, Any]) -> dict[str, Any]:
         """The server's sampling, without settings that the request's method does not take."""
-        if not self.sampling.path_settings:
-            return self.sampling
-        with naming("method"):
-            spec = method(body.method or self.method)
-        return self.sampling if spec.follows_paths else self.sampling.without_path_settings
+        all_own = self.sampling.as_given
+        greedy = given.get("temperature", all_own["temperature"]) == 0
+        own = {name: value for name, value in all_own.items() if name not in given}
+        taken, _ = split_by_method(self._variant(body, greedy).engine.method, own, given)
+        return taken
 
     def _grammar(self, body: Body) -> tuple[str, str]:
         """The field that asks for a grammar, and the grammar; both empty if none does."""

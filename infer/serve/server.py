@@ -41,7 +41,7 @@ from specjax._util.program import say
 from specjax._util.waiting import waiting
 from specjax.core.sampling import Sampling
 from specjax.lm import LM, model_digest
-from specjax.registry import method
+from specjax.registry import Context, method
 from specjax.runtime.generate import num_slots
 
 BATCH_MEMORY = 0.5  # share of the device's memory for the rows of all methods
@@ -199,9 +199,10 @@ def assembled(
 def _admission(args: argparse.Namespace, target: LM, draft: LM | None) -> Admission:
     """What the models and the arguments let requests ask for."""
     spec = method(args.method or ("speculative" if draft else "autoregressive"))
-    spec.resolve(dict(args.set))
+    options = spec.resolve(dict(args.set))
     sampling = {"temperature": 1.0}  # OpenAI's default
-    sampling |= chosen_sampling("infer.serve", args, target, spec, {})
+    context = Context(target, draft)
+    sampling |= chosen_sampling("infer.serve", args, context, spec, options, {}, sampling)
     return Admission(
         target=target,
         draft=draft,

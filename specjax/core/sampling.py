@@ -117,12 +117,6 @@ class Sampling:
         return tuple(name for name in others if self._differs((name,)))
 
     @property
-    def without_path_settings(self) -> Sampling:
-        """The same, with :attr:`path_settings` off."""
-        off = {name: getattr(_DEFAULT, name) for name in self.path_settings}
-        return dataclasses.replace(self, **off)
-
-    @property
     def as_given(self) -> dict[str, Any]:
         """Temperature, top-k, top-p, and every other setting that is not at its default."""
         others = (name for name in CHECKS if name not in _WARP and self._differs((name,)))

@@ -82,14 +82,6 @@ class MethodSpec:
         return rule.make().lossless
 
     @property
-    def follows_paths(self) -> bool:
-        """Whether the method takes sampling settings that read a row's tokens, as penalties do."""
-        if self.search:
-            return False
-        _, target_dist, rule = self.parts
-        return target_dist.make().follows_paths and "raw_log_p" not in rule.make().extras
-
-    @property
     def options(self) -> dict[str, Option]:
         """Every option of the method's parts, with the method's own defaults."""
         options: dict[str, Option] = {}

@@ -7,9 +7,11 @@ import pytest
 
 import specjax as sj
 from infer.run import commands as run
+from infer.run.job import make_job
 from infer.serve import commands as serve
 from infer.serve.schemas import CompletionBody
 from infer.serve.server import assembled
+from specjax.registry import Context
 
 QWEN = {  # Qwen2.5-7B-Instruct's
     "bos_token_id": 1,
@@ -191,8 +193,9 @@ def test_a_peer_is_not_penalized(directory):
         *((name, False) for name in ("beam", "mtjd", "mtad", "bild")),
     ],
 )
-def test_a_method_says_whether_it_takes_penalties(name, follows):
-    assert sj.method(name).follows_paths == follows
+def test_a_method_says_whether_it_takes_penalties(target, draft, name, follows):
+    built, _ = sj.method(name).build(Context(target, draft), {})
+    assert built.follows_paths == follows
 
 
 def test_a_method_without_penalties_leaves_the_model_s_own_out(directory, capsys):
@@ -203,6 +206,69 @@ def test_a_method_without_penalties_leaves_the_model_s_own_out(directory, capsys
     argv = ["--target", home, "--prompt", "a", "--method", "beam", "--repetition-penalty", "1.2"]
     assert run.main(argv) == 2
     assert "repetition_penalty: method beam does not support it" in capsys.readouterr().err
+
+
+MIN_P = QWEN | {"top_k": 0, "min_p": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("settings", "argv", "taken", "left"),
+    [
+        (QWEN, [], {"temperature": 0.7, "top_p": 0.8}, "top_k=20, repetition_penalty=1.05"),
+        (QWEN, ["width=20"], {"temperature": 0.7, "top_p": 0.8, "top_k": 20}, "repetition_penalty"),
+        (QWEN, ["joint=warped"], {"temperature": 0.7, "top_p": 0.8, "top_k": 20}, "repetition_pen"),
+        (MIN_P, [], {"temperature": 0.7, "top_p": 0.8}, "min_p=0.1, repetition_penalty=1.05 ("),
+        (
+            QWEN | {"min_p": 0.1},
+            ["width=20"],
+            {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.1},
+            "repetition_penalty=1.05 (",
+        ),
+    ],
+)
+def test_a_method_leaves_out_what_it_cannot_draw_with(
+    directory, capsys, settings, argv, taken, left
+):
+    """The joint of a block has no cutoffs, and a top-k only of as many blocks as beams."""
+    home = directory(settings)
+    options = [part for option in argv for part in ("--set", option)]
+    argv = ["--target", home, "--prompt", "a", "--method", "mtjd", *options]
+    assert make_job(run.arguments(argv)).settings["sampling"] == GREEDY | taken
+    assert f"; method mtjd leaves out {left}" in capsys.readouterr().err
+
+
+def test_what_the_user_gives_is_never_left_out(directory, capsys):
+    argv = ["--target", directory(QWEN), "--prompt", "a", "--method", "mtjd", "--top-k", "20"]
+    assert run.main(argv) == 2
+    assert "top_k=20 likeliest blocks, and width=8" in capsys.readouterr().err
+
+
+def test_a_server_leaves_out_what_a_method_cannot_draw_with(directory, capsys):
+    home = directory(QWEN)
+    for given in ([], ["--method", "mtjd"]):
+        args = serve.parser().parse_args(["--target", home, *given])
+        with assembled(args, sj.load(home), None) as (server, _):
+
+            def sampling(server=server, **fields):
+                body = CompletionBody(prompt="def f", max_tokens=2, **fields)
+                return server.admission.make_submission(body, print).sampling
+
+            assert sampling(method="mtjd") == sj.Sampling(0.7, 0, 0.8)
+            assert sampling(method="mtjd", temperature=0).temperature == 0
+            with pytest.raises(sj.OptionError, match="top_k=20 likeliest blocks"):
+                sampling(method="mtjd", top_k=20)
+            own = 0 if given else 20
+            assert sampling(method="mtjd", options={"width": 20}).top_k == own
+    assert "; method mtjd leaves out top_k=20, repetition_penalty=1.05 (" in capsys.readouterr().err
+
+
+def test_a_server_whose_model_names_no_temperature_draws(directory, capsys):
+    """OpenAI's default is 1, at which mtjd refuses the model's top-k."""
+    home = directory(QWEN | {"temperature": None})
+    args = serve.parser().parse_args(["--target", home, "--method", "mtjd"])
+    with assembled(args, sj.load(home), None) as (server, _):
+        body = CompletionBody(prompt="a", max_tokens=2)
+        assert server.admission.make_submission(body, print).sampling == sj.Sampling(1.0, 0, 0.8)
 
 
 def test_a_request_for_such_a_method_has_no_penalty(directory):
