@@ -65,6 +65,7 @@ GRIDS = {
     # m children of the root, and a chain after each: MTAD's m sequences of γ = 4 tokens.
     "specinfer": {"branching": ("2,1,1,1", "4,1,1,1")},
 }
+MTJD_WIDTH = 8  # its default
 QUALITIES = ("perplexity", "perplexity_of_rows", "rouge_l")
 
 bound = checked(
@@ -92,11 +93,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         commands.error("--test-sample needs --test FILE")
     if (args.sample or args.test_sample) and not args.dataset:
         commands.error("--sample and --test-sample need --dataset NAME")
+    _set_width(args)
     _set_center(args, commands)
     _check_cdsl(args, commands)
     if args.method != "cdsl" and len(args.top_p) > 1 and args.top_p != NUCLEI:
         commands.error(f"--top-p: expected one number for --method {args.method}")
     return args
+
+
+def _set_width(args: argparse.Namespace) -> None:
+    """Gives mtjd as many beams as --top-k: blocks are drawn from the likeliest that these find."""
+    is_drawn = args.temperature > 0 and args.top_k > MTJD_WIDTH
+    if args.method == "mtjd" and is_drawn and "width" not in dict(args.set):
+        args.set = [*args.set, ("width", str(args.top_k))]
 
 
 def _set_center(args: argparse.Namespace, commands: Parser) -> None:
@@ -187,7 +196,8 @@ def _add_method(out: Parser) -> None:
     text = "sampling temperature of methods other than cdsl (default: %(default)g)"
     out.add_argument("--temperature", type=temperature, default=1.0, metavar="T", help=text)
     text = (
-        "for methods other than cdsl: sample from the K most likely tokens (default: %(default)s)"
+        "for methods other than cdsl: sample from the K most likely tokens; mtjd: from the K most "
+        "likely blocks, with as many beams (default: %(default)s)"
     )
     out.add_argument("--top-k", type=whole(0), default=20, metavar="K", help=text)
 

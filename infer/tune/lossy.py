@@ -25,7 +25,7 @@ from infer.tune.tasks import read_task, sources, stops
 from specjax._util.errors import OptionError
 from specjax._util.files import locked, write_text
 from specjax.core.sampling import Sampling
-from specjax.registry import METHODS, method
+from specjax.registry import METHODS, Context, method
 from specjax.runtime.generate import num_slots
 
 LOWER_IS_BETTER = ("perplexity", "perplexity_of_rows")
@@ -50,6 +50,7 @@ def _tune(args: argparse.Namespace, directory: Path) -> int:
         # Wrong options are reported before models load.
         method(args.method).resolve(options | point)
     target, draft = load_models(args, want_draft=True, mesh=args.mesh)
+    check_points(args, Context(target, draft), points)
     validation_source, test_source = sources(args)
     # Both are read before anything is timed, so that a wrong file is reported at once.
     validation_prompts = read_task(
@@ -89,6 +90,25 @@ def _tune(args: argparse.Namespace, directory: Path) -> int:
     return 0
 
 
+def check_points(
+    args: argparse.Namespace, context: Context, points: Sequence[Mapping[str, str]]
+) -> None:
+    """Checks that the method can draw at every point and with its defaults, before any is measured.
+
+    Raises:
+      OptionError, PairError: it cannot, or models and method do not fit.
+    """
+    options = dict(args.set)
+    compared = [options] if args.test else []
+    for point in [*compared, *(options | point for point in points)]:
+        built, _ = method(args.method).build(context, point)
+        built.check_sampling(_sampling(args))
+
+
+def _sampling(args: argparse.Namespace) -> Sampling:
+    return Sampling(args.temperature, args.top_k, args.top_p[0])
+
+
 def _row(
     args: argparse.Namespace,
     rows: MeasuredRows,
@@ -98,11 +118,10 @@ def _row(
     options: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """A row of the tuned method with ``options``, or of plain decoding if they are None."""
-    sampling = Sampling(args.temperature, args.top_k, args.top_p[0])
     method_name = "autoregressive" if options is None else args.method
     options = dict(options or {})
     resolved = METHODS[method_name].resolve(options)
-    candidate = Candidate(name, method_name, resolved, sampling)
+    candidate = Candidate(name, method_name, resolved, _sampling(args))
     point = {"name": name, "options": options}
     return rows.get(kind, point, lambda: measure_candidate(setting, candidate))
 

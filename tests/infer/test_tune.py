@@ -24,6 +24,7 @@ from specjax import rewards
 from specjax._util.errors import OptionError, PairError
 from specjax.core.types import DETERMINISTIC, Draft
 from specjax.models import load_pretrained, save_pretrained
+from specjax.registry import Context
 from specjax.rewards import Sample
 from specjax.verify import speculative
 
@@ -265,6 +266,57 @@ def test_rows_of_other_weights_are_measured_again(tuning, tmp_path, changed):
     tokenizer = (tmp_path / changed / "tokenizer.json").read_text()
     save_pretrained(tmp_path / changed, cfg, other, tokenizer)
     assert tuning()[0] == 5
+
+
+# --- what methods can draw with ------------------------------------------------------------------
+
+
+def test_every_method_can_draw_at_its_default_points(target, draft):
+    """With the default sampling, and with the defaults that the test table compares."""
+    for name in tune.GRIDS:
+        args = parse("--method", name, "--test", "test.jsonl")
+        lossy.check_points(args, Context(target, draft), lossy.grid_points(args))
+
+
+@pytest.mark.parametrize(
+    ("argv", "width"),
+    [
+        ([], "20"),
+        (["--top-k", "30"], "30"),
+        (["--top-k", "5"], None),
+        (["--temperature", "0"], None),
+        (["--set", "width=40"], "40"),
+        (["--grid", "width=30,40"], "20"),
+    ],
+)
+def test_mtjd_has_as_many_beams_as_its_top_k(argv, width):
+    assert dict(parse("--method", "mtjd", *argv).set).get("width") == width
+    assert cdsl.method("mtjd").options["width"].default == tune.MTJD_WIDTH
+
+
+@pytest.mark.slow
+def test_mtjd_is_tuned(tiny_pair_dirs, tmp_path):
+    write_prompts(tmp_path / "prompts.jsonl", "one")
+    pair = ["--target", tiny_pair_dirs[0], "--draft", tiny_pair_dirs[1]]
+    files = [str(tmp_path / "prompts.jsonl"), "--out", str(tmp_path / "out")]
+    options = ["--method", "mtjd", "--grid", "block=2", "--max-new-tokens", "4"]
+    assert tune.main([*pair, *files, *options]) == 0
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert [row["options"]["width"] for row in report["grid"]] == [20]
+
+
+@pytest.mark.parametrize("argv", [["--set", "width=8"], ["--grid", "width=64,8"]])
+def test_what_cannot_be_drawn_is_refused_before_anything_is_timed(
+    tiny_pair_dirs, tmp_path, monkeypatch, capsys, argv
+):
+    monkeypatch.setattr(lossy, "costs", None)  # it times passes
+    write_prompts(tmp_path / "prompts.jsonl", "one")
+    pair = ["--target", tiny_pair_dirs[0], "--draft", tiny_pair_dirs[1]]
+    files = [str(tmp_path / "prompts.jsonl"), "--out", str(tmp_path / "out")]
+    assert tune.main([*pair, *files, "--method", "mtjd", *argv]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "the top_k=20 likeliest blocks, and width=8 beams find no more" in line
+    assert not (tmp_path / "out" / "grid.jsonl").exists()
 
 
 @pytest.fixture(scope="module")
