@@ -17,7 +17,7 @@ from rich.console import Console
 import specjax as sj
 from infer.cli import BAD_LINES, make_directory
 from infer.datasets.table import Source
-from infer.digests import model_digests
+from infer.digests import model_digests, reward_digests
 from infer.loading import chosen_sampling, load_models, use_compilation_cache
 from infer.prompts import Prompt, PromptEncoder, read_prompts, report, stops_of
 from infer.run.beside_plain import compare_with_plain
@@ -218,7 +218,10 @@ class Job:
             # rounded, so rows of another split may differ.
             if settings["dtype"] != "float32":
                 settings["model_devices"] = (args.mesh or {"model": 1})["model"]
+            settings |= reward_digests(reward)
         settings |= _optional_settings(args, reward)
+        if settings["dtype"] == "float32":
+            settings.pop("pass_width", None)  # as the number of devices
         settings = json.loads(json.dumps(settings))  # as they read back from a result file
 
         checked_draft = draft if spec.needs_draft else None

@@ -37,7 +37,15 @@ from specjax.runtime.generate import Generation
 RowKey = tuple[int, int]  # index of the prompt, sample
 PROMPT_DIGEST = "prompt" + DIGEST
 # Settings that a row has only if they were given.
-OPTIONAL = ("reward", "suffix", "truncate", "quantize", "cache_dtype", "dataset")
+OPTIONAL = (
+    "reward",
+    "suffix",
+    "truncate",
+    "quantize",
+    "cache_dtype",
+    "dataset",
+    "pass_width",
+)
 # How a row begins: with its id between these.
 BEFORE_ID = '{"id": '
 AFTER_ID = ', "index": '

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from infer.digests import model_digests, prompts_digest
+from infer.digests import model_digests, prompts_digest, reward_digests
 from infer.tune.candidates import TuneSetting
 from specjax._util.files import append_line, parse_json
 from specjax._util.program import say
@@ -45,7 +45,7 @@ ON_TEST = ("test", "test_batch_size")
 class MeasuredRows:
     """The rows of a file. :meth:`get` measures and appends those that are not there yet.
 
-    A stored row counts with the same arguments, models and prompts.
+    A stored row counts with the same arguments, models, rewards and prompts.
     """
 
     def __init__(
@@ -57,7 +57,8 @@ class MeasuredRows:
     ):
         self._path = path
         self._args = args
-        self._models = model_digests(args, validation.target, validation.draft)
+        self._digests = model_digests(args, validation.target, validation.draft)
+        self._digests |= reward_digests(validation.reward)
         self._validation = prompts_digest(validation.prompts)
         self._test = prompts_digest(test.prompts) if test else None
         self._rows: dict[str, dict[str, Any]] = {}
@@ -110,4 +111,4 @@ class MeasuredRows:
         names = (*SHARED, *(ON_TEST if is_on_test else ON_VALIDATION))
         arguments = {name: getattr(self._args, name) for name in names}
         prompts = self._test if is_on_test else self._validation
-        return arguments | self._models | {"prompts_digest": prompts}
+        return arguments | self._digests | {"prompts_digest": prompts}

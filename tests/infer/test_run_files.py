@@ -10,11 +10,15 @@ from pathlib import Path
 import pytest
 
 import infer.run.output as output
+from infer.digests import reward_digests
 from infer.formats import json_objects
 from infer.run import commands as program
+from infer.run.job import make_job
 from specjax._util.errors import OptionError
 from specjax._util.program import Place
 from specjax.models import load_pretrained, save_pretrained
+from specjax.rewards import combine
+from specjax.rewards.classifier import Classifier
 from support.running import run_main
 from support.training import ROOT
 
@@ -124,6 +128,57 @@ def test_a_file_of_other_weights_at_the_same_path_is_not_resumed(
     save_pretrained(home, cfg, other, tokenizer)
     code, _, err = run(capsys, *job)
     assert code == 2 and "was written with another target than the files have now" in one_line(err)
+
+
+def test_rows_of_other_code_of_a_reward_are_not_resumed(
+    pair, prompts, tmp_path, capsys, monkeypatch
+):
+    """A function goes by its name, and its module may have changed."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_reward", raising=False)
+    module = tmp_path / "own_reward.py"
+    module.write_text("def one(text):\n    return 1.0\n")
+    out = tmp_path / "out.jsonl"
+    job = [*pair, "--prompts", prompts, "--reward", "own_reward:one", "--out", out]
+    assert run(capsys, *job)[0] == 0
+    assert run(capsys, *job)[0] == 0, "the same code"
+    before = out.read_bytes()
+    module.write_text("def one(text):\n    return 0.0\n")
+    code, _, err = run(capsys, *job)
+    assert code == 2 and out.read_bytes() == before
+    assert "was written with another reward than the files have now" in one_line(err)
+
+
+def test_the_digest_of_rewards_is_of_code_and_of_weights(tmp_path, monkeypatch):
+    """A reward of words, lengths or patterns is what its name says."""
+    assert reward_digests(None) == reward_digests(combine(["python", "length:3"])) == {}
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"1")
+    monkeypatch.setattr(Classifier, "__init__", lambda self, directory: None)
+    classifier = Classifier("")
+    classifier.directory = tmp_path
+    before = reward_digests(combine([classifier]))
+    assert before.keys() == {"reward_digest"}
+    assert before != reward_digests(combine([classifier, max]))
+    (tmp_path / "model.safetensors").write_bytes(b"2")
+    assert before != reward_digests(combine([classifier]))
+
+
+def test_rows_below_float32_are_resumed_with_the_same_width_of_passes(pair, prompts, tmp_path):
+    """In float32 the tokens do not depend on it."""
+    out = tmp_path / "out.jsonl"
+
+    def settings(*more):
+        argv = [*pair, "--prompts", str(prompts), "--out", str(out), *more]
+        return make_job(program.arguments(argv)).settings
+
+    narrow = settings("--dtype", "bfloat16", "--pass-width", "8")
+    out.write_text(json.dumps({"index": 0, "sample": 0, output.PROMPT_DIGEST: "a"} | narrow) + "\n")
+    assert output.Output(str(out), narrow, {0: "a"}).done == {(0, 0)}
+    for more, says in (([], "this job has none"), (["--pass-width", "4"], "this job has 4")):
+        with pytest.raises(OptionError, match=f"was written with pass_width=8, {says}"):
+            output.Output(str(out), settings("--dtype", "bfloat16", *more), {0: "a"})
+    assert settings("--pass-width", "8") == settings()
 
 
 def test_rows_that_do_not_say_what_they_depend_on_are_refused(pair, prompts, tmp_path, capsys):

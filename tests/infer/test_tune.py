@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import sys
 import types
 
 import jax
@@ -11,14 +12,17 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
+import specjax as sj
 from infer.bench.metrics.protocol import Completion
 from infer.bench.metrics.table import make_metric
 from infer.llama_guard import GuardReward
+from infer.prompts import Prompt
 from infer.tune import cdsl, lossy, report
 from infer.tune import commands as tune
-from infer.tune.candidates import with_measures
+from infer.tune.candidates import Candidate, TuneSetting, with_measures
 from infer.tune.cdsl import choose, curve_points, grid_points
 from infer.tune.commands import CENTER, GRID
+from infer.tune.measured_rows import MeasuredRows
 from infer.tune.ratio import ratio_speculative
 from specjax import rewards
 from specjax._util.errors import OptionError, PairError
@@ -256,6 +260,27 @@ def test_rows_of_other_prompts_are_measured_again(tuning, tmp_path):
     lines = {"prompt": "four", "reference": "five"}
     (tmp_path / "test.jsonl").write_text(json.dumps(lines) + "\n")
     assert tuning()[0] == 3
+
+
+def test_rows_of_another_reward_are_measured_again(tiny_pair_dirs, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "tuned_reward", raising=False)
+    args = parse("--target", tiny_pair_dirs[0], "--reward", "tuned_reward:one")
+    target = sj.load(tiny_pair_dirs[0])
+    measured = []
+
+    def measure():
+        measured.append(1)
+        return made_up_measure(setting, Candidate("CDLH", "cdlh"))
+
+    for value in (1.0, 1.0, 0.0):
+        (tmp_path / "tuned_reward.py").write_text(f"def one(text):\n    return {value}\n")
+        reward = rewards.combine(args.reward)
+        prompts = [Prompt(0, 0, "p", [5], {"prompt": "p"})]
+        setting = TuneSetting(target, None, reward, prompts, 4, 1, 0, (), None)
+        rows = MeasuredRows(tmp_path / "grid.jsonl", args, setting, None)
+        rows.get("cdlh", {}, measure)
+    assert len(measured) == 2
 
 
 @pytest.mark.parametrize("changed", ["target", "draft"])
