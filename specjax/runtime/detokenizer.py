@@ -13,7 +13,8 @@ from specjax.text.tokenizer import Tokenizer
 class Detokenizer:
     """Turns the tokens of one request into text and finds stop strings in it.
 
-    A stop string that is a special token, such as ``</s>``, has no text. Its id ends the request.
+    A special token, such as ``</s>``, has no text. Stop strings that name one, alone or beside
+    other text, are found in the text with special tokens written out.
 
     Args:
       tokenizer: of the target; None: there is no text.
@@ -35,16 +36,21 @@ class Detokenizer:
         self._decoder = None
         self._tokenizer = tokenizer
         self._prompt = prompt
-        self._stop_ids: set[int] = set()
+        self._special: dict[int, str] = {}  # texts of special tokens by id, if stops name any
+        self._naming: list[str] = []  # the stop strings that do
         if tokenizer is not None:
             self._decoder = IncrementalDecoder(tokenizer, prompt)
-            ids = [tokenizer.special_token(text) for text in stop]
-            self._stop_ids = {i for i in ids if i is not None}
+            texts = tokenizer.special_texts if stop else {}
+            self._naming = [one for one in stop if any(text in one for text in texts.values())]
+            self._special = texts if self._naming else {}
         self._stop = stop
         self.has_stop_strings = bool(stop)
         self.text = ""
         self.count = 0
         self.stopped = False
+        # The text with special tokens written out; where they begin in it, and their lengths.
+        self._written = ""
+        self._inserted: list[tuple[int, int]] = []
         # Characters at the end that may be the beginning of a stop string. One fewer than its
         # length: a whole stop string would have been found.
         self._withheld = max((len(text) - 1 for text in stop), default=0)
@@ -84,22 +90,40 @@ class Detokenizer:
 
         # Token by token: the one that completes a stop string is the last one that counts.
         for count, token in enumerate(tokens.tolist(), 1):
-            if token in self._stop_ids:
-                self.stopped = True
-                self._append(self._decoder.flush())
-                return count
-            self._append(self._decoder.push([token]))
+            special = self._special.get(token, "")
+            self._append(self._decoder.flush() if special else self._decoder.push([token]), special)
             if self.stopped:
                 return count
         return len(tokens)
 
-    def _append(self, new_text: str) -> None:
-        """Adds text; cuts it before the first stop string, and notes that there is one."""
+    def _append(self, new_text: str, special: str = "") -> None:
+        """Adds text, and a special token's after it; cuts before the first stop string, if any."""
         # A stop string can begin in the text before, but not be in it as a whole.
         begin = max(0, len(self.text) - self._withheld)
         self.text += new_text
-        positions = [self.text.find(text, begin) for text in self._stop]
-        positions = [position for position in positions if position >= 0]
-        if positions:
-            self.text = self.text[: min(positions)]
+        places = _places(self._stop, self.text, begin)
+        if self._naming:
+            places += self._write(new_text, special)
+        if places:
+            self.text = self.text[: min(places)]
             self.stopped = True
+
+    def _write(self, new_text: str, special: str) -> list[int]:
+        """Adds both to the written text; returns where stop strings of special tokens begin in it.
+
+        The places are those of ``text``, which has no special tokens.
+        """
+        begin = max(0, len(self._written) - self._withheld)
+        self._written += new_text
+        if special:
+            self._inserted.append((len(self._written), len(special)))
+            self._written += special
+        return [
+            place - sum(min(size, place - at) for at, size in self._inserted if at < place)
+            for place in _places(self._naming, self._written, begin)
+        ]
+
+
+def _places(stop: Sequence[str], text: str, begin: int) -> list[int]:
+    """Where each stop string that is in the text begins first."""
+    return [place for place in (text.find(one, begin) for one in stop) if place >= 0]

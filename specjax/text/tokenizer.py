@@ -172,6 +172,12 @@ class Tokenizer:
         token_id = self._backend.token_to_id(text)
         return token_id if token_id in self._special_ids else None
 
+    @functools.cached_property
+    def special_texts(self) -> dict[int, str]:
+        """The text of each special token that has any, by its id."""
+        named = ((i, self.id_to_token(i)) for i in self._special_ids)
+        return {i: text for i, text in named if text}
+
     def bytes_of(self, token_id: int) -> bytes:
         """The UTF-8 bytes that an id adds to a text; empty for special tokens and unused ids."""
         if token_id >= self.vocab_size:

@@ -90,6 +90,46 @@ def test_a_stop_string_that_is_a_special_token_is_matched_by_its_id(tokenizer):
     assert out.text == ["b "] and out.finish_reasons == ["stop"]
 
 
+@pytest.mark.parametrize(
+    ("stop", "text", "kept"),
+    [
+        ("<|end|>\n", "ab", 4),
+        ("b<|end|>", "a", 3),
+        ("b<|end|>\n", "a", 4),
+        ("nd|>\na", None, None),  # it names no special token
+        ("b<|end|>\na", "a", 5),
+        ("<|end|><|end|>", "ab\naé", 9),
+        ("é<|end|>", "ab\na", 8),
+        ("end", None, None),
+        ("a\n", None, None),
+    ],
+)
+@pytest.mark.parametrize("beside", [(), ("zz",), ("zz<|end|>",)])
+def test_a_stop_string_may_have_a_special_token_beside_other_text(stop, text, kept, beside):
+    """Special tokens have no text, so such a stop is found where they are written out."""
+    marked = strip_tokenizer(*PIECES, special=("<s>", "</s>", "<|end|>"))
+    pieces = ["a", "b", "<|end|>", LINE, "a", *(BYTES[byte] for byte in "é".encode())]
+    ids = ids_of(marked, *pieces, "<|end|>", "<|end|>")
+    whole = "ab\naé"
+    for size in (1, 2, 3, 9):
+        detokenizer = sj.runtime.detokenizer.Detokenizer(marked, (stop, *beside))
+        shown = ""
+        for first in range(0, len(ids), size):
+            last = first + size >= len(ids)
+            shown += detokenizer.add(np.array(ids[first : first + size]), last)[0]
+            if detokenizer.stopped:
+                break
+        assert detokenizer.stopped == (text is not None)
+        assert shown == detokenizer.text == (whole if text is None else text)
+        assert detokenizer.count == (len(ids) if text is None else kept)
+
+
+def test_such_a_stop_ends_a_completion():
+    marked = strip_tokenizer(*PIECES, special=("<s>", "</s>", "<|end|>"))
+    out = completion(marked, ("a",), ("b", "<|end|>", LINE, "▁the"), stop="b<|end|>\n")
+    assert out.text == [""] and out.finish_reasons == ["stop"] and len(out.tokens[0]) == 3
+
+
 # --- random ids ------------------------------------------------------------------------------
 
 
