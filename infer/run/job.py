@@ -320,7 +320,6 @@ class Job:
 
         if not processes.is_main_process():
             return
-        output.check_unchanged()
         num_missing = output.join({(p.index, s) for p in prompts for s in samples})
         if num_missing:
             say(

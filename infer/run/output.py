@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from infer.digests import DIGEST, SHOWN_DIGITS
+from specjax._util.appending import AppendedFile
 from specjax._util.checks import quoted
 from specjax._util.errors import OptionError
 from specjax._util.files import (
-    append_line,
     aside,
     check_file,
     complete_bytes,
@@ -131,10 +131,9 @@ class Output:
                 if os.path.lexists(file):
                     check_file(file)
             self.done: set[RowKey] = {key for key, _ in self._stored_rows()}
-            self._check_last_line()
             self._file.open("ab").close()
             cut_incomplete_line(self._file)
-            self._seen = _identity(self._file)
+            self._appended = AppendedFile(self._file, f"--out {path}", "rows", OptionError)
         except OSError as error:
             raise OptionError(f"--out {path}: cannot be written ({error.strerror})") from None
 
@@ -149,8 +148,16 @@ class Output:
                 yield from self._rows_in(file)
 
     def _rows_in(self, file: Path) -> Iterator[tuple[RowKey, bytes]]:
-        """The key and line of every complete line of a file."""
+        """The key and line of every complete line of a file.
+
+        A last line without its end may be a row that was cut off.
+        """
         data = file.read_bytes()
+        torn = data[complete_bytes(data) :]
+        if torn and not _may_be_row(torn):
+            raise OptionError(
+                f"--out {file}: its last line is no result of this program; choose another file"
+            )
         for number, line in enumerate(data[: complete_bytes(data)].splitlines(), 1):
             try:
                 entry = parse_json(line)
@@ -203,71 +210,41 @@ class Output:
                 f"{quoted(entry.get('prompt'))}; choose another file"
             )
 
-    def _check_last_line(self) -> None:
-        """Raises OptionError if a last line without its end cannot be a row that was cut off.
-
-        A job that is split appends to its part, and replaces ``--out`` at its end.
-        """
-        for file in {self._file, Path(os.path.realpath(self._path))}:
-            with contextlib.suppress(FileNotFoundError):
-                data = file.read_bytes()
-                torn = data[complete_bytes(data) :]
-                if torn and not _may_be_row(torn):
-                    raise OptionError(
-                        f"--out {file}: its last line is no result of this program; choose "
-                        "another file"
-                    )
-
     def append(self, entry: dict[str, Any]) -> None:
         """Writes one row and returns once it is on disk.
 
         Raises:
-          OptionError: as :meth:`check_unchanged`.
+          OptionError: somebody else has changed the file since the last row, or it cannot be
+            written.
         """
-        self.check_unchanged()
-        with self._writing():
-            append_line(self._file, json_line(entry))
-            self._seen = _identity(self._file)
-
-    def check_unchanged(self) -> None:
-        """Checks that nobody else has changed the file since the last row.
-
-        Raises:
-          OptionError: somebody has, or the file cannot be read or written.
-        """
-        with self._writing():
-            if _identity(self._file) != self._seen:
-                raise OptionError(
-                    f"--out {self._path}: was changed while this job wrote it; the same command "
-                    "decodes the rows that are missing now"
-                )
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise OptionError(
-                f"--out {self._path}: cannot be written ({error.strerror}); its rows stay, and the "
-                "same command goes on"
-            ) from None
+        self._appended.append(json_line(entry))
 
     def join(self, wanted: Set[RowKey]) -> int:
         """Joins all parts into ``--out``, sorted by index and sample.
 
         Returns how many of the ``wanted`` rows are missing. Nothing is joined while any is: another
         process still decodes it, and joins the parts when it ends.
+
+        Raises:
+          OptionError: somebody else has changed the file since the last row.
         """
         lock: contextlib.AbstractContextManager = contextlib.nullcontext()
         if self._place is not None:  # a job without a place has locked --out for its whole run
             lock = locked(self._path, "--out", math.inf)
         with lock:
-            if not part_files(self._path):
-                return 0
+            # Another process that found no row missing has removed all parts, this one's too.
+            may_be_joined = self._place is not None and not self._file.exists()
+            if not may_be_joined:
+                self._appended.check_unchanged()
+                if not part_files(self._path):
+                    return 0
             rows = dict(self._stored_rows())
             num_missing = len(wanted - rows.keys())
             if num_missing:
+                self._appended.check_unchanged()
                 return num_missing
+            if may_be_joined:
+                return 0
             with aside(os.path.realpath(self._path)) as scratch, scratch.open("wb") as file:
                 file.writelines(rows[key] + b"\n" for key in sorted(rows))
                 file.flush()
@@ -280,12 +257,6 @@ def prompt_digest(tokens: Sequence[int], constraints: Mapping[str, Any]) -> str:
     """A digest of what a prompt is: its token ids and its constraints."""
     content = json.dumps([list(map(int, tokens)), constraints], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:SHOWN_DIGITS]
-
-
-def _identity(file: Path) -> tuple[int, int, int]:
-    """What changes if another file takes its place, or anything is written to it or cut off."""
-    status = os.stat(file)
-    return status.st_dev, status.st_ino, status.st_size
 
 
 def _may_be_row(torn: bytes) -> bool:

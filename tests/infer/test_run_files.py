@@ -14,6 +14,7 @@ from infer.digests import reward_digests
 from infer.formats import json_objects
 from infer.run import commands as program
 from infer.run.job import make_job
+from specjax._util import appending
 from specjax._util.errors import OptionError
 from specjax._util.program import Place
 from specjax.models import load_pretrained, save_pretrained
@@ -224,6 +225,49 @@ def test_a_part_of_a_split_job_leaves_a_foreign_file_alone(tmp_path):
     assert out.read_text() == "no line end"
 
 
+def test_a_foreign_part_of_a_split_job_is_left_alone(tmp_path):
+    """Parts are removed when they are joined."""
+    part = tmp_path / "out.jsonl.part-0-of-2"
+    part.write_text("no line end")
+    with pytest.raises(OptionError, match="is no result of this program"):
+        output.Output(str(tmp_path / "out.jsonl"), {}, {}, Place("localhost:1", 2, 1))
+    assert part.read_text() == "no line end"
+
+
+ROW = {"id": "a", "index": 0, "sample": 0, output.PROMPT_DIGEST: "a", "token_ids": []}
+
+
+@pytest.fixture
+def split_job(tmp_path):
+    """A process of a split job that has written its only row, and the file of the job."""
+    out = tmp_path / "out.jsonl"
+    own = output.Output(str(out), {}, {0: "a"}, Place("localhost:1", 2, 1))
+    own.append(ROW)
+    return own, out
+
+
+def test_a_file_that_is_made_meanwhile_is_not_replaced(split_job):
+    own, out = split_job
+    out.write_text("no line end")
+    with pytest.raises(OptionError, match="is no result of this program"):
+        own.join({(0, 0)})
+    assert out.read_text() == "no line end"
+
+
+def test_a_part_that_another_process_has_joined_is_not_missed(split_job):
+    own, out = split_job
+    other = output.Output(str(out), {}, {0: "a"}, Place("localhost:1", 2, 0))
+    assert other.join({(0, 0)}) == 0 and not list(out.parent.glob("*.part*"))
+    assert own.join({(0, 0)}) == 0
+
+
+def test_a_part_that_somebody_deletes_is_missed(split_job):
+    own, out = split_job
+    out.with_name("out.jsonl.part-1-of-2").unlink()
+    with pytest.raises(OptionError, match="was changed while this job wrote it"):
+        own.join({(0, 0)})
+
+
 def test_any_beginning_of_a_row_is_cut_off(pair, prompts, tmp_path, capsys):
     out = tmp_path / "out.jsonl"
     assert run(capsys, *pair, "--prompts", prompts, "--out", out)[0] == 0
@@ -278,14 +322,14 @@ def test_a_file_that_somebody_changes_meanwhile_ends_the_job(
 
 def test_a_full_disk_keeps_whole_rows_and_says_so(pair, prompts, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out.jsonl"
-    write = output.append_line
+    write = appending.append_line
 
     def fails_after_one(path, line):
         if out.stat().st_size:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(path, line)
 
-    monkeypatch.setattr(output, "append_line", fails_after_one)
+    monkeypatch.setattr(appending, "append_line", fails_after_one)
     code, _, err = run(capsys, *pair, "--prompts", prompts, "--out", out)
     assert code == 2 and "cannot be written (No space left on device); its rows stay" in err
     monkeypatch.undo()

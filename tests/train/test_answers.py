@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 import specjax as sj
 from infer.run.commands import main as infer_run
+from specjax._util.errors import InputError
 from specjax._util.program import Place
 from specjax.models import ModelConfig, init_params, save_pretrained
 from support import chats
@@ -251,6 +252,110 @@ def chats_with_tools():
         {"role": "tool", "content": "21"},
         {"role": "assistant", "content": "21 degrees"},
     ]
+
+
+# --- files of others -------------------------------------------------------------------------
+
+ALONE = Place("", 1, 0)
+LINE = {"messages": [], "input_ids": [1]}
+
+
+def part_of(out):
+    return out.with_name(f"{out.name}.part-0-of-1")
+
+
+@pytest.fixture
+def journal(tmp_path):
+    """The journal of a job that has written one of its two conversations."""
+    made = job.AnswerJournal(tmp_path / "out.jsonl", {}, ALONE)
+    made.add(0, Written([1], "eos"))
+    made.finish(0, [LINE], {"answers": 1})
+    return made
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "no line end",
+        '{"prompt": "a"}',
+        '{"settings": {}}\nno line end',
+        '{"settings": {}}\n[1, 2]\n',
+        '{"index": 1, "tokens": []}\n{"prompt": "a"}',
+    ],
+)
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_file_that_is_no_part_is_left_alone(tmp_path, content, count):
+    """Of this process, whose part loses a last line without its end, and of another."""
+    out = tmp_path / "out.jsonl"
+    part_of(out).write_text(content)
+    with pytest.raises(InputError, match="is no part of this program"):
+        job.AnswerJournal(out, {}, Place("localhost:1", count, 0))
+    assert part_of(out).read_text() == content
+
+
+def test_any_beginning_of_a_line_is_cut_off(journal, tmp_path):
+    part = part_of(tmp_path / "out.jsonl")
+    whole = part.read_bytes()
+    for size in range(len(whole)):
+        part.write_bytes(whole[:size])
+        job.AnswerJournal(tmp_path / "out.jsonl", {}, ALONE)
+        assert part.read_bytes() == whole[: whole.rfind(b"\n", 0, size) + 1]
+
+
+@pytest.mark.parametrize("content", ["", "mine\n", "no line end"])
+def test_an_output_beside_answers_of_another_is_left_alone(journal, tmp_path, content):
+    out = tmp_path / "out.jsonl"
+    out.write_text(content)
+    kept = part_of(out).read_bytes()
+    with pytest.raises(InputError, match=r"out\.jsonl is there, .* move it and start again"):
+        job.AnswerJournal(out, {}, ALONE)
+    with pytest.raises(InputError, match=r"out\.jsonl is there, .* move it and start again"):
+        journal.join(1)  # it was made during the run
+    assert (out.read_text(), part_of(out).read_bytes()) == (content, kept)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_an_output_whose_parts_were_not_removed_is_complete(journal, tmp_path, others):
+    """A process was killed after it had joined the parts, or had removed another's as well."""
+    out = tmp_path / "out.jsonl"
+    lines = [{"messages": [str(i)]} for i in range(others)]
+    out.write_text("".join(json.dumps(line) + "\n" for line in [*lines, LINE, *lines]))
+    before = out.read_bytes()
+    with pytest.raises(InputError, match="exists already and is complete"):
+        job.AnswerJournal(out, {}, ALONE)
+    assert not part_of(out).exists() and out.read_bytes() == before
+
+
+@pytest.mark.parametrize("moment", ["before another answer", "at the end"])
+@pytest.mark.parametrize("change", ["deleted", "cut", "appended", "replaced"])
+def test_a_part_that_somebody_changes_meanwhile_ends_the_job(journal, tmp_path, moment, change):
+    out = tmp_path / "out.jsonl"
+    part = part_of(out)
+    content = {
+        "cut": b"",
+        "appended": part.read_bytes() + b"a note\n",
+        "replaced": part.read_bytes(),
+    }
+    part.rename(tmp_path / "moved") if change != "cut" else None
+    if change != "deleted":
+        part.write_bytes(content[change])
+    goes_on = {
+        "before another answer": lambda: journal.add(1, Written([2], "eos")),
+        "at the end": lambda: journal.join(2),
+    }
+    with pytest.raises(InputError, match="was changed while this job wrote it"):
+        goes_on[moment]()
+    assert not out.exists() and part.exists() == (change != "deleted")
+
+
+def test_a_part_that_another_process_has_joined_is_not_missed(tmp_path):
+    out = tmp_path / "out.jsonl"
+    first, second = (job.AnswerJournal(out, {}, Place("localhost:1", 2, i)) for i in range(2))
+    for index, one in enumerate((first, second)):
+        one.finish(index, [LINE], {"answers": 1})
+    assert first.join(2) == {"answers": 2}
+    assert second.join(2) is None
+    assert len(out.read_text().splitlines()) == 2
 
 
 def test_turns_of_a_conversation_keep_their_order_over_parts(tmp_path):

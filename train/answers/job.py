@@ -25,7 +25,7 @@ from specjax.core.mesh import make_mesh
 from specjax.registry import method
 from specjax.runtime.generate import ALL_ROUNDS
 from train.answers.dialogue import Dialogue, Writer, Written
-from train.answers.journal import AnswerJournal
+from train.answers.journal import COMPLETE, AnswerJournal
 from train.answers.openings import OPENINGS, read_openings
 from train.answers.questions import Asked, TemperatureChoice, file_questions, own_questions
 from train.data.chats import ChatFormat, read_template
@@ -50,7 +50,7 @@ def answer(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked_output(str(args.out), place))
         if args.out.exists() and not part_files(str(args.out)):
-            raise InputError(f"{args.out} exists already and is complete; choose another OUT")
+            raise InputError(f"{args.out} {COMPLETE}")
         job = make_job(args, place)
         count = job.run()
         sums = job.journal.join(count)
