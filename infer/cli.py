@@ -15,6 +15,7 @@ from pathlib import Path
 from infer.datasets.table import DATASETS
 
 # The programs read the shared arguments from here, too.
+from specjax._util.appending import may_begin
 from specjax._util.command_line import (  # noqa: F401
     MAX_ROWS,
     MESH_AXES,
@@ -36,6 +37,7 @@ from specjax._util.command_line import (  # noqa: F401
     wrong_value,
 )
 from specjax._util.errors import OptionError
+from specjax._util.files import read_file
 from specjax._util.program import (  # noqa: F401
     BY_CLUSTER,
     Parser,
@@ -244,6 +246,29 @@ def check_grid(options: str, values: Sequence[Sequence]) -> None:
     points = math.prod(map(len, values))
     if points > MAX_VALUES:
         raise OptionError(f"{options}: a grid of {points:,} points; expected at most {MAX_VALUES}")
+
+
+def check_results(path: Path, begin: str) -> None:
+    """Checks that a file of results in ``--out`` is this program's, if it is there.
+
+    Programs call it before they measure: they append to such a file, or begin it anew.
+
+    Raises:
+      OptionError: a line does not begin as the program's, and was not cut off before that. Or the
+        file cannot be read.
+    """
+    try:
+        lines = read_file(path).split(b"\n")
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise OptionError(f"--out {path}: cannot be read ({error.strerror})") from None
+    for number, line in enumerate(lines, 1):
+        if not may_begin(line, begin):
+            raise OptionError(
+                f"--out {path}: line {number} is no result of this program; choose "
+                "another directory"
+            )
 
 
 def make_directory(out: str, option: str = "--out") -> Path:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from infer.cli import check_grid, make_directory
+from infer.cli import check_grid, check_results, make_directory
 from infer.llama_guard import NAME as LLAMA_GUARD
 from infer.llama_guard import Guard, GuardReward
 from infer.loading import load_models, use_compilation_cache
@@ -30,7 +30,7 @@ from infer.tune.candidates import (
     with_speedups,
 )
 from infer.tune.commands import GRID
-from infer.tune.measured_rows import MeasuredRows
+from infer.tune.measured_rows import BEGIN, MeasuredRows
 from infer.tune.ratio import ratio_speculative
 from infer.tune.report import SOFT, draw_thresholds, markdown
 from infer.tune.tasks import read_task, sources, stops
@@ -57,6 +57,7 @@ def tune(args: argparse.Namespace) -> int:
     """
     directory = make_directory(args.out)
     with locked(directory, "--out"):
+        check_results(directory / "grid.jsonl", BEGIN)
         return _tune(args, directory)
 
 

@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from infer.cli import check_grid, make_directory
+from infer.cli import check_grid, check_results, make_directory
 from infer.loading import load_models, use_compilation_cache
 from infer.prompts import Prompt
 from infer.timing import costs
 from infer.tune.candidates import Candidate, TuneSetting, measure_candidate, with_speedups
 from infer.tune.commands import GRIDS
-from infer.tune.measured_rows import MeasuredRows
+from infer.tune.measured_rows import BEGIN, MeasuredRows
 from infer.tune.report import markdown_lossy
 from infer.tune.tasks import read_task, sources, stops
 from specjax._util.errors import OptionError
@@ -39,6 +39,7 @@ def tune(args: argparse.Namespace) -> int:
     """
     directory = make_directory(args.out)
     with locked(directory, "--out"):
+        check_results(directory / "grid.jsonl", BEGIN)
         return _tune(args, directory)
 
 

@@ -38,6 +38,7 @@ SHARED = (
     "top_k",
     "top_p",
 )
+BEGIN = '{"key": {"kind": '  # of a line
 ON_VALIDATION = ("validation", "batch_size")
 ON_TEST = ("test", "test_batch_size")
 

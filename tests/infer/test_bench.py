@@ -747,6 +747,17 @@ def test_unusable_output_directory_is_found_before_measuring(tmp_path, capsys):
     assert "--out" in err
 
 
+@pytest.mark.parametrize("content", ["a note", '{"label": "x"}\n{"prompt": "x"}\n', "[]\n"])
+def test_a_file_of_runs_of_another_is_left_alone(small, tmp_path, capsys, content):
+    """It would be emptied before anything is measured."""
+    (tmp_path / "runs.jsonl").write_text(content)
+    code, out, err = run(capsys, *small, "--out", tmp_path)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    number = content.count("\n", 0, -1) + 1
+    assert f"runs.jsonl: line {number} is no result of this program" in err
+    assert (tmp_path / "runs.jsonl").read_text() == content
+
+
 def test_rates_and_cost_model():
     counters = {
         "accepted": 6,

@@ -239,6 +239,25 @@ def tuning(tiny_pair_dirs, tmp_path, monkeypatch, capsys):
     return start
 
 
+@pytest.mark.parametrize("method", ["cdsl", "mtad"])
+@pytest.mark.parametrize("content", ["a note", '{"prompt": "x"}\n', '{"key": {"prompt": 1}}\n'])
+def test_a_file_of_rows_of_another_is_left_alone(tmp_path, capsys, content, method):
+    grid = tmp_path / "grid.jsonl"
+    grid.write_text(content)
+    assert tune.main(["task.jsonl", "--out", str(tmp_path), "--method", method]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "grid.jsonl: line 1 is no result of this program" in line
+    assert grid.read_text() == content
+
+
+def test_a_line_that_was_cut_off_is_measured_again(tuning, tmp_path):
+    assert tuning()[0] == 5
+    grid = tmp_path / "out" / "grid.jsonl"
+    grid.write_bytes(grid.read_bytes()[:-40])
+    assert tuning()[0] == 1
+    assert tuning()[0] == 0
+
+
 def write_prompts(path, *texts):
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
 
