@@ -32,7 +32,7 @@ from infer.tune.candidates import (
 from infer.tune.commands import GRID
 from infer.tune.measured_rows import BEGIN, MeasuredRows
 from infer.tune.ratio import ratio_speculative
-from infer.tune.report import SOFT, draw_thresholds, markdown
+from infer.tune.report import SOFT, draw_methods, draw_thresholds, markdown
 from infer.tune.tasks import read_task, sources, stops
 from specjax._util.errors import OptionError
 from specjax._util.files import locked, write_text
@@ -93,6 +93,8 @@ def _tune(args: argparse.Namespace, directory: Path) -> int:
     write_text(directory / "report.json", json.dumps(report, indent=1))
     write_text(directory / "report.md", markdown(report))
     draw_thresholds(report, directory / "thresholds.png")
+    if test:
+        draw_methods(report, directory / "methods.png")
     print(markdown(report))
     return 0
 

@@ -19,7 +19,8 @@ has speculative decoding without a reward (the paper's Tables 7 and 8).
 Started again with the same arguments, files and models, it continues where it stopped. --out gets
 grid.jsonl, report.json and report.md. For cdsl and with the plots extra it also gets
 thresholds.png: speedup and satisfaction against r_t, a_t and b, with hard and ratio acceptance, as
-in the paper's Figure 2.
+in the paper's Figure 2. With --test it gets methods.png, too: speedup against satisfaction, by
+method.
 
 Exit codes: 0 done, 1 the system failed, 2 bad arguments or input.
 """

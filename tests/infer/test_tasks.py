@@ -296,6 +296,7 @@ def test_tuning_writes_its_report_and_resumes(pair, task, tmp_path, capsys):
         "CDLH-appx",
         "CDSL",
     ]
+    assert (tmp_path / "out" / "methods.png").stat().st_size > 0
     assert len(report["grid"]) == 2 and report["cdlh"]["modelled_speedup"] == 1
     grid = tmp_path / "out" / "grid.jsonl"
     grid.write_bytes(grid.read_bytes()[:-40])  # torn: one row is measured again

@@ -102,6 +102,25 @@ def test_the_picture_of_harmless_text_holds_r_t_at_its_own_place(tmp_path, monke
     plt.close("all")
 
 
+@pytest.mark.parametrize("selected", [None, "llama-guard"])
+def test_the_picture_of_methods_has_speed_against_performance(tmp_path, monkeypatch, selected):
+    """CDSL, Figure 1: a point per method of the test table."""
+    kept = []
+    monkeypatch.setattr(report, "save_figure", lambda figure, path: kept.append(figure))
+    names = ["greedy", "CDLH", "CDSL"]
+    rows = [made_up_row({"a_t": 0.1, "r_t": i, "b": 0}) | {"name": n} for i, n in enumerate(names)]
+    report.draw_methods({"job": {"select": selected}, "test": rows}, tmp_path / "methods.png")
+    (axis,) = kept[0].axes
+    label = f"{selected or 'constraints satisfied'}, %"
+    assert (axis.get_xlabel(), axis.get_ylabel()) == (label, "speedup over CDLH")
+    assert [line.get_label() for line in axis.lines] == names
+    assert [text.get_text() for text in axis.texts] == names
+    points = [line.get_xydata()[0] for line in axis.lines]
+    scale = 5 if selected else 10
+    np.testing.assert_allclose(points, [(scale * (0.1 + i), 8.9 - i) for i in range(3)])
+    plt.close("all")
+
+
 def test_d_is_an_axis_of_the_grid():
     args = parse("--d", "3,5")
     points = grid_points(args)
