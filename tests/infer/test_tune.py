@@ -129,6 +129,14 @@ def test_d_is_an_axis_of_the_grid():
     assert all("d" not in point for point in grid_points(parse()))
 
 
+@pytest.mark.parametrize(("name", "d"), [("commongen", 3), ("harmless", 5), ("lengths", None)])
+def test_the_command_line_replaces_the_d_of_a_papers_config(name, d):
+    """A config's --set cannot be taken back, so none of them sets d by it."""
+    of_config = ["--config", f"configs/papers/cdsl_{name}.toml", "--test", "test.jsonl"]
+    assert {point["d"] for point in grid_points(parse(*of_config))} == ({d} if d else {3, 5})
+    assert {point["d"] for point in grid_points(parse(*of_config, "--d", "2,4"))} == {2, 4}
+
+
 def test_a_figure_of_measure_may_choose():
     rows = [
         {"soft_of_constraints": 1 - i / 20, "llama-guard": i / 20, "hard": 0.0, "cost": float(i)}
