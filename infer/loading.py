@@ -27,6 +27,7 @@ from specjax.models.cpu_kernels import narrow_product
 from specjax.models.hf.generation import FILE as GENERATION_CONFIG
 from specjax.models.loading import has_others_codes
 from specjax.registry import Context, MethodSpec
+from specjax.rewards import RewardWarning
 
 DEMO_DRAFT = "demo-draft"
 CGROUPS = Path("/sys/fs/cgroup")
@@ -135,6 +136,22 @@ def _saying_warnings() -> Iterator[None]:
             warnings.warn_explicit(
                 warning.message, warning.category, warning.filename, warning.lineno
             )
+
+
+@contextlib.contextmanager
+def saying_rewards(program: str) -> Iterator[None]:
+    """Makes one line on stderr of each thing that rewards warn of inside, however often."""
+    said = set()
+
+    def show(message: Warning | str, *_: Any) -> None:
+        if str(message) not in said:
+            said.add(str(message))
+            say(program, message)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", RewardWarning)
+        warnings.showwarning = show
+        yield
 
 
 def chosen_sampling(

@@ -37,7 +37,7 @@ from infer.bench.report import markdown, plotted, read_beside, show, write
 from infer.bench.rows import add_metrics, add_quality, as_prompt, languages_of, make_rows
 from infer.bench.timed_cases import BenchSetting, Result, measure
 from infer.cli import BAD_LINES, check_results, make_directory
-from infer.loading import load_models, use_compilation_cache
+from infer.loading import load_models, saying_rewards, use_compilation_cache
 from infer.prompts import PromptEncoder, stops_of
 from infer.timing import row_seconds
 from specjax._util.files import append_line, write_text
@@ -70,7 +70,8 @@ def run_benchmark(args: argparse.Namespace) -> int:
     directory = make_directory(args.out) if args.out else None
     if directory:
         check_results(directory / "runs.jsonl", '{"label": ')
-    report = make_report(args, directory)
+    with saying_rewards("infer.bench"):
+        report = make_report(args, directory)
 
     # A full disk or a closed pipe costs the files or what is shown, not the measurement.
     try:

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,12 @@ import specjax as sj
 from infer.cli import BAD_LINES, make_directory
 from infer.datasets.table import Source
 from infer.digests import model_digests, reward_digests
-from infer.loading import chosen_sampling, load_models, use_compilation_cache
+from infer.loading import (
+    chosen_sampling,
+    load_models,
+    saying_rewards,
+    use_compilation_cache,
+)
 from infer.prompts import Prompt, PromptEncoder, read_prompts, report, stops_of
 from infer.run.beside_plain import compare_with_plain
 from infer.run.demo import PROMPT
@@ -38,7 +42,7 @@ from specjax._util.parts import locked_output
 from specjax._util.program import require_output, say
 from specjax._util.waiting import WaitMessage, waiting
 from specjax.registry import Context, MethodSpec, compose, method, usual_rule
-from specjax.rewards import Combined, RewardWarning, combine
+from specjax.rewards import Combined, combine
 from specjax.runtime.generate import ALL_ROUNDS
 from specjax.runtime.infill import ending_middles
 
@@ -55,9 +59,7 @@ def run_job(args: argparse.Namespace) -> int:
     Raises:
       SpecjaxError: an argument is wrong, another job writes the same file, or memory is too small.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("always", RewardWarning)
-        warnings.showwarning = lambda message, *_: say("infer.run", message)
+    with saying_rewards("infer.run"):
         try:
             if args.span:
                 processes.join(

@@ -19,7 +19,7 @@ from typing import Any
 from infer.cli import check_grid, check_results, make_directory
 from infer.llama_guard import NAME as LLAMA_GUARD
 from infer.llama_guard import Guard, GuardReward
-from infer.loading import load_models, use_compilation_cache
+from infer.loading import load_models, saying_rewards, use_compilation_cache
 from infer.prompts import Prompt
 from infer.timing import costs
 from infer.tune.candidates import (
@@ -56,7 +56,7 @@ def tune(args: argparse.Namespace) -> int:
       SpecjaxError: an option, a reward, a model, a line of a task or ``--out`` cannot be used.
     """
     directory = make_directory(args.out)
-    with locked(directory, "--out"):
+    with locked(directory, "--out"), saying_rewards("infer.tune"):
         check_results(directory / "grid.jsonl", BEGIN)
         return _tune(args, directory)
 

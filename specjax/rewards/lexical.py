@@ -183,11 +183,12 @@ class Lexical:
                 )
             for word in words:
                 _check_word(self.name, word, self.inflect, tokenizer)
-        if self.inflect and not knows_irregular_forms():
-            self._warn_of_regular_forms(constraints)
+        self.warn_of_regular_forms(constraints)
 
-    def _warn_of_regular_forms(self, constraints: Sequence[dict]) -> None:
-        """Warns if a word is inflected, because fewer forms count than with lemminflect."""
+    def warn_of_regular_forms(self, constraints: Sequence[dict]) -> None:
+        """Warns if a word is inflected without lemminflect, because fewer forms count then."""
+        if not self.inflect or knows_irregular_forms():
+            return
         words = [word for row in constraints for word in self.words_of(row)]
         if all(word.startswith("=") for word in words):
             return

@@ -16,6 +16,7 @@ import specjax as sj
 from infer.bench.metrics.protocol import Completion
 from infer.bench.metrics.table import make_metric
 from infer.llama_guard import GuardReward
+from infer.loading import saying_rewards
 from infer.prompts import Prompt
 from infer.tune import cdsl, lossy, report
 from infer.tune import commands as tune
@@ -24,6 +25,7 @@ from infer.tune.cdsl import choose, curve_points, grid_points
 from infer.tune.commands import CENTER, GRID
 from infer.tune.measured_rows import MeasuredRows
 from infer.tune.ratio import ratio_speculative
+from infer.tune.tasks import read_task
 from specjax import rewards
 from specjax._util.errors import OptionError, PairError
 from specjax.core.types import DETERMINISTIC, Draft
@@ -223,6 +225,32 @@ def test_satisfaction_is_a_metric_of_the_bench():
     assert figures["hard"][0] == 0.5
     with pytest.raises(OptionError, match="prompt 1 has no words for lexical"):
         metric.check([Completion("p", "", task={"prompt": "p"})])
+
+
+def test_satisfaction_says_that_irregular_forms_do_not_count(monkeypatch, capsys):
+    """Without the word list "he ran" does not meet ``run``; a line says so before decoding."""
+    monkeypatch.setattr("specjax.rewards.lexical.knows_irregular_forms", lambda: False)
+    prompts = [Completion("p", "", task={"concepts": [word]}) for word in ("run", "sing")]
+    for name, count in (("satisfaction", 1), ("satisfaction:forbidden", 0)):
+        with saying_rewards("infer.bench"):
+            make_metric(name).check(prompts if count else [Completion("p", "", task=FORBIDDEN)])
+        assert capsys.readouterr().err.count("infer.bench: reward lexical: only regular") == count
+
+
+FORBIDDEN = {"constraints": {"forbidden": ["run"]}}
+
+
+def test_what_a_reward_warns_of_is_said_once(tiny_pair_dirs, tmp_path, monkeypatch, capsys):
+    """Each line of a task is checked."""
+    monkeypatch.setattr("specjax.rewards.lexical.knows_irregular_forms", lambda: False)
+    task = tmp_path / "task.jsonl"
+    line = {"prompt": "a", "constraints": ["run"]}
+    task.write_text(2 * (json.dumps(line) + "\n"))
+    target = sj.load(tiny_pair_dirs[0])
+    with saying_rewards("infer.tune"):
+        read_task(str(task), "FILE", target, False, [rewards.Lexical()])
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("infer.tune: reward lexical: only regular inflections count")
 
 
 # --- what a tuning goes on from ------------------------------------------------------------------

@@ -35,6 +35,7 @@ class Satisfaction:
         self._scorer = RewardScorer(self._reward, None, frozenset())
 
     def check(self, prompts: Sequence[Completion]) -> None:
+        all_constraints = []
         for number, prompt in enumerate(prompts, 1):
             try:
                 constraints = constraints_of(prompt.task)
@@ -47,6 +48,10 @@ class Satisfaction:
                         f"--metric satisfaction: prompt {number} has no words for {part.name}: "
                         'give it "constraints"'
                     )
+            all_constraints.append(constraints)
+        for part in self._reward.parts:
+            if isinstance(part, Lexical):
+                part.warn_of_regular_forms(all_constraints)
 
     def measure(self, by_prompt: Sequence[Completions]) -> Mapping[str, Estimate]:
         sums = []
