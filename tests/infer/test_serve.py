@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 import json
 import random
 import re
@@ -137,6 +138,34 @@ def test_alternatives_and_an_echo_stream(server, client):
     assert "".join(whole["logprobs"]["tokens"]) == whole["text"]
     tops = whole["logprobs"]["top_logprobs"][1:]
     assert {len(top) for top in tops} <= {3, 4} and tops
+
+
+def test_a_token_s_bytes_are_its_own_and_the_texts_join(server):
+    """A character of several tokens is the text of its last one; each has its own bytes."""
+    asked = {"temperature": 2, "seed": 4, "max_tokens": 40}  # many bytes that are no characters
+    chat = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 2}
+    _, answer, _ = server.ask("POST", "/v1/chat/completions", asked | chat)
+    (choice,) = answer["choices"]
+    entries = choice["logprobs"]["content"]
+    content = choice["message"]["content"]
+    assert "".join(entry["token"] for entry in entries) == content
+    differ = [entry for entry in entries if entry["token"].encode() != bytes(entry["bytes"])]
+    assert any(not entry["token"] for entry in differ)
+    written = bytes(byte for entry in entries for byte in entry["bytes"])
+    assert written.decode(errors="replace") == content
+    for top in (top for entry in entries for top in entry["top_logprobs"]):
+        named = bytes(top["bytes"]).decode(errors="replace")
+        assert top["token"] == named or top["token"].startswith(("bytes:", "<|"))
+        assert bool(top["bytes"]) != top["token"].startswith("<|"), "special tokens have no text"
+
+    for prefix, more in (("", {}), (TEXT, {"echo": True})):
+        body = {"prompt": TEXT, "logprobs": 1} | asked | more
+        (choice,) = server.complete(**body)["choices"]
+        found = choice["logprobs"]
+        assert choice["text"].startswith(prefix) and "".join(found["tokens"]) == choice["text"]
+        lengths = [len(token) for token in found["tokens"]]
+        assert 0 in lengths and len(set(lengths)) > 2
+        assert found["text_offset"] == [0, *itertools.accumulate(lengths[:-1])]
 
 
 def test_a_row_that_is_scored_can_leave(server):
