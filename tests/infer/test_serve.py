@@ -385,6 +385,27 @@ def test_a_stop_text_cuts_the_log_probabilities_of_a_stream_too(server, client):
     assert tokens == whole["logprobs"]["tokens"] and "".join(tokens) == whole["text"]
 
 
+def test_a_stop_text_that_ends_with_the_budget_is_the_reason(server, client):
+    """In a round that ends both ways, as in one that ends in one: stream and answer agree."""
+    body = {"prompt": TEXT, "temperature": 0, "options": {"gamma": 6}}
+    (choice,) = server.complete(**body, max_tokens=40, logprobs=0)["choices"]
+    texts = choice["logprobs"]["tokens"]
+    before = ["".join(texts[:place]) for place in range(len(texts))]
+    # The last token whose text has not been written before, so that it can be the stop.
+    new = [i for i in range(1, 38) if texts[i] and texts[i] not in before[i] + texts[i][:-1]]
+    at = new[-1]
+    body["stop"] = [texts[at]]
+    for budget, reason in ((at, "length"), (at + 1, "stop"), (at + 2, "stop"), (40, "stop")):
+        (whole,) = server.complete(**body, max_tokens=budget)["choices"]
+        assert (whole["finish_reason"], whole["text"]) == (reason, before[at])
+        extra = {"options": body["options"]}
+        asked = {"prompt": TEXT, "temperature": 0, "stop": body["stop"], "max_tokens": budget}
+        stream = client.completions.create(model="tiny", stream=True, extra_body=extra, **asked)
+        chunks = [chunk.choices[0] for chunk in stream]
+        assert chunks[-1].finish_reason == reason
+        assert "".join(chunk.text for chunk in chunks) == before[at]
+
+
 def test_a_stream_without_new_tokens_has_no_origins(server):
     body = {"prompt": TEXT, "max_tokens": 0, "echo": True, "stream": True, "origins": True}
     _, page, _ = server.ask("POST", "/v1/completions", body)
