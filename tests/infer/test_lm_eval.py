@@ -230,6 +230,21 @@ def test_a_chat_prompt_has_the_templates_bos_alone(bos_dir):
     assert Admission.text_ids(server, text, "messages", False) == ids
 
 
+def test_tokenize_of_messages_adds_no_second_bos(bos_dir):
+    """A template writes it itself. Of a text, and where it is asked for, the tokenizer adds it."""
+    target = sj.load(bos_dir)
+    messages = [{"role": "user", "content": "hi"}]
+    with serving(target, None) as server:
+
+        def ids_of(**body):
+            return server.ask("POST", "/tokenize", body)[1]["tokens"]
+
+        assert ids_of(messages=messages) == target.tokenizer.encode_chat("hi")
+        bodies = [{"messages": messages}, {"messages": messages, "add_special_tokens": True}]
+        bodies += [{"prompt": "hi"}, {"prompt": "hi", "add_special_tokens": False}]
+        assert [ids_of(**body).count(0) for body in bodies] == [1, 2, 1, 0]
+
+
 def test_lm_eval_encodes_a_templates_text_without_another_bos(bos_dir):
     pytest.importorskip("lm_eval")
     from infer.lm_eval.model import Specjax
