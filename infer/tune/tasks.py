@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 
 from infer.datasets.table import Source
-from infer.prompts import Prompt, PromptEncoder, read_prompts, stops_of
+from infer.prompts import Prompt, PromptEncoder, read_prompts, report, stops_of
 from specjax._util.errors import OptionError
 from specjax.lm import LM
 from specjax.rewards import Reward
@@ -52,4 +52,5 @@ def read_task(
     prompts, bad = read_prompts(path, encoder, rewards, source, option=option)
     if bad:
         raise OptionError(f"{option} {path} line {bad[0].number}: {bad[0].reason}")
+    report("infer.tune", prompts)
     return prompts

@@ -257,6 +257,18 @@ def test_a_tuned_task_may_use_the_chat_template(pair, task, monkeypatch):
     assert target.tokenizer.decode(first.tokens) == "<def walk(tree):>"
 
 
+def test_conversations_that_are_tuned_as_plain_text_are_said(pair, task, monkeypatch, capsys):
+    monkeypatch.setattr(Tokenizer, "chats", property(lambda self: True))
+    monkeypatch.setattr(Tokenizer, "encode_chat", lambda self, text: [5, 6])
+    target = sj.load(pair[1])
+    parts = rewards.combine(["lexical", "forbidden:x"]).parts
+    read_task(task, "FILE", target, False, parts)
+    said = "infer.tune: 1 conversations are plain text: --chat uses the model's template\n"
+    assert capsys.readouterr().err == said
+    read_task(task, "FILE", target, True, parts)
+    assert not capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_tuning_writes_its_report_and_resumes(pair, task, tmp_path, capsys):
     argv = [
