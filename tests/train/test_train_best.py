@@ -1,11 +1,17 @@
 """train.engine.loop: the best evaluation is kept and ends a run; single bad steps are skipped."""
 
+import functools
+import types
+from unittest.mock import Mock
+
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+import specjax as sj
 from specjax._util.errors import InputError
+from support.scripted import ids_of, strip_tokenizer
 from support.training import logged, repeatable
 from train.config import Optim, Run
 from train.data.loader import ValidBatch
@@ -13,6 +19,9 @@ from train.engine.best import ACCEPTED
 from train.engine.checkpoints import Checkpoints
 from train.engine.loop import MOST_SKIPPED, Measured, TrainingError, fit
 from train.engine.optim import make_optimizer
+from train.head import training as head
+from train.lm import training as lm
+from train.sdsat import training as sdsat
 
 VALID = (ValidBatch({"tokens": np.full((1, 4), 2.0, np.float32)}),)
 
@@ -79,6 +88,41 @@ def saved_steps(directory):
 
 def held_out(directory):
     return {row["step"]: row["valid_loss"] for row in logged(directory) if "valid_loss" in row}
+
+
+def measured_text(program, tokenizer, written, monkeypatch):
+    """The sample that an evaluation of a program logs, if its model writes these tokens."""
+    module, of_setup = {
+        "lm": (lm, lm._measure),
+        "lm, drafts": (lm, lm._measure_drafts),
+        "head": (head, head._measure),
+        "sdsat": (sdsat, functools.partial(sdsat._measure, data=None)),
+    }[program]
+    prompts = ([tokenizer.token_to_id("def")],)
+    monkeypatch.setattr(module, "held_out_prompts", lambda *_: prompts)
+    for name in ("measure_drafts", "measure_decoding"):
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, lambda *_: ({}, written))
+    monkeypatch.setattr(sj, "from_params", Mock())
+    out = types.SimpleNamespace(tokens=[np.array(written)])
+    monkeypatch.setattr(sj, "generate", lambda *_, **__: out)
+    monkeypatch.setattr(lm, "teachers", lambda _: [Mock(max_position=99)], raising=False)
+    section = Mock(decode_tokens=2, decode_length=2, steps=2, held_out_window=2, decode_prompts=1)
+    cfg = Mock(head=section, sdsat=section, distill=section)
+    cfg.run.sample_tokens = 2
+    section.teacher = ()
+    shape = Mock(max_position=99)
+    setup = Mock(model=shape, target=shape, tokenizer=tokenizer._backend)
+    measure = of_setup(cfg, setup, placement=Mock())
+    return measure({}, {}).sample
+
+
+@pytest.mark.parametrize("program", ["lm", "lm, drafts", "head", "sdsat"])
+def test_a_logged_sample_keeps_its_first_space(program, monkeypatch):
+    """It continues a prompt, and decoders of SentencePiece's kind strip a text's first space."""
+    tokenizer = strip_tokenizer("def", "▁f", "(x):")
+    written = ids_of(tokenizer, "▁f", "(x):")
+    assert measured_text(program, tokenizer, written, monkeypatch) == " f(x):"
 
 
 def test_the_best_checkpoint_is_kept_and_returned(tmp_path):

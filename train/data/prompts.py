@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
 
+import numpy as np
+import tokenizers
+
+from specjax.text.tokenizer import Tokenizer
 from train.data.loader import share
 from train.data.tokenized import Corpus, Documents
 
@@ -50,3 +54,13 @@ def _prompt_end(documents: Documents, document: int) -> int:
     if first:
         return first
     return PROMPT_TOKENS if length > PROMPT_TOKENS else 0
+
+
+def sample_text(
+    tokenizer: tokenizers.Tokenizer, prompts: Sequence[Sequence[int]], written: Sequence[int]
+) -> str:
+    """The text that was written after the first of some prompts.
+
+    Decoded alone it could lose its first space.
+    """
+    return Tokenizer(tokenizer).decode_after(prompts[0], written)

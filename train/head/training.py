@@ -18,7 +18,7 @@ from specjax._util.waiting import waiting
 from specjax.models import ModelConfig, load_pretrained, num_params, param_shapes
 from train.config import HeadRunConfig, fixed_settings, to_dict
 from train.data.loader import Loader, ValidBatch, epoch_tokens
-from train.data.prompts import held_out_prompts
+from train.data.prompts import held_out_prompts, sample_text
 from train.data.tokenized import Corpus, held_out_tokens, train_tokens
 from train.engine.batches import process_batches, text_counts, with_total_steps
 from train.engine.directory import (
@@ -160,7 +160,7 @@ def _measure(
             section.steps,
             section.decode_tokens,
         )
-        return Measured(figures, setup.tokenizer.decode(written))
+        return Measured(figures, sample_text(setup.tokenizer, prompts, written))
 
     return measure
 

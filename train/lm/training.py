@@ -20,7 +20,7 @@ from specjax.models import ModelConfig, num_params, param_shapes
 from train.config import LMConfig, fixed_settings, to_dict
 from train.data.corpus import permissive_distributions
 from train.data.loader import epoch_tokens
-from train.data.prompts import held_out_prompts
+from train.data.prompts import held_out_prompts, sample_text
 from train.data.tokenized import Corpus, held_out_tokens, train_tokens
 from train.engine.batches import process_batches, text_counts, with_total_steps
 from train.engine.directory import export, lock_directory, small_files
@@ -138,7 +138,7 @@ def _measure(
     def measure(params: dict, frozen: Any) -> Measured:
         model = sj.from_params(setup.model, placement.local_copy(params))
         out = sj.generate(model, prompts, max_new_tokens=cfg.run.sample_tokens)
-        return Measured({}, setup.tokenizer.decode(out.tokens[0].tolist()))
+        return Measured({}, sample_text(setup.tokenizer, prompts, out.tokens[0].tolist()))
 
     return measure
 
@@ -163,7 +163,7 @@ def _measure_drafts(
             section.decode_length,
             section.decode_tokens,
         )
-        return Measured(figures, setup.tokenizer.decode(written))
+        return Measured(figures, sample_text(setup.tokenizer, prompts, written))
 
     return measure
 

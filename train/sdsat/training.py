@@ -22,7 +22,7 @@ from specjax.models.hf.delta import save_delta
 from specjax.text.tokenizer import template_digest
 from train.config import SDSATConfig, fixed_settings, to_dict
 from train.data.loader import epoch_tokens
-from train.data.prompts import held_out_prompts
+from train.data.prompts import held_out_prompts, sample_text
 from train.data.tokenized import Corpus, held_out_tokens, train_tokens
 from train.engine.batches import (
     open_corpus,
@@ -204,7 +204,7 @@ def _measure(
         small = placement.initialize(lambda tree: cast(tree, dtype), merged)
         params = placement.local_copy(small)
         figures, written = measure_decoding(setup.model, setup.insertion, decoding, params)
-        return Measured(figures, setup.tokenizer.decode(written))
+        return Measured(figures, sample_text(setup.tokenizer, prompts, written))
 
     return measure
 
