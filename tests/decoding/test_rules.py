@@ -21,10 +21,11 @@ from specjax.core.types import (
     Draft,
     TreeShape,
 )
+from specjax.verify import mentored_decoding
 from specjax.verify.mentored_decoding import mentor_levels, mentored_kl
 from specjax.verify.spectr_kseq import solve_rho
 from specjax.verify.verdicts import path_verdict, tree_verdict
-from support import laws, tree_laws
+from support import laws, tools, tree_laws
 
 KEYS = jax.random.split(jax.random.key(0), 64)  # hand-computed verdicts hold for every key
 
@@ -400,6 +401,42 @@ def test_mentored_at_zero_is_speculative():
     zero = jax.jit(verify.mentored.verify)(keys, draft, log_p, max_kl=jnp.float32(0))
     for a, b in zip(jax.tree.leaves(exact), jax.tree.leaves(zero), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(("token", "is_solved"), [(2, False), (0, True)])
+def test_mentored_solves_only_where_a_token_is_not_accepted_plainly(monkeypatch, token, is_solved):
+    """The paper's §6: a token with u ≤ min(1, p/q) needs no levels. Token 2 has p > q."""
+    steps = []
+    loop = jax.lax.while_loop
+
+    def counting(goes_on, step, start):
+        end = loop(goes_on, step, start)
+        if isinstance(end, mentored_decoding._AlphaSearch):
+            steps.append(int(end.step))
+        return end
+
+    monkeypatch.setattr(jax.lax, "while_loop", counting)
+    log_q = jnp.log(jnp.tile(jnp.array([0.5, 0.3, 0.2]), (8, 2, 1)))
+    log_p = jnp.log(jnp.tile(jnp.array([0.2, 0.3, 0.5]), (8, 3, 1)))
+    draft = Draft.chain(jnp.full((8, 2), token, jnp.int32), log_q, sampling=IID)
+    keys = jax.random.split(jax.random.key(3), 8)
+    verdict = verify.mentored.verify(keys, draft, log_p, max_kl=jnp.float32(0.1))
+    (count,) = steps
+    assert (count > 0) == is_solved
+    assert (np.asarray(verdict.num_accepted) == 2).all() != is_solved
+
+
+def test_the_shortcut_of_mentored_is_timed(monkeypatch, capsys):
+    measure = tools.load("measure_mentored")
+    for name, value in (("VOCAB", 500), ("ROWS", 2), ("DRAWS", 2)):
+        monkeypatch.setattr(measure, name, value)
+    measure.shortcut()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines[1:]] == ["1 rows", "2 rows"]
+    assert all(line.endswith(" of the whole solve") for line in lines[1:])
+    log_p, log_q = measure.law_pair(measure.Sampling(1.0))
+    assert not measure.refused_plainly(log_p, log_p, 0).any()
+    assert 0.1 < measure.refused_plainly(log_p, log_q, 0).mean() < 0.9
 
 
 @pytest.mark.parametrize("tiny", [-80.0, -100.0, -800.0])
