@@ -104,6 +104,14 @@ def test_the_fastest_point_within_the_bound_is_chosen():
     assert choose(grid, plain, "perplexity", "best", 0.0) == (grid[2], True)
     assert choose(grid, plain, "rouge_l", "plain", 0.05) == (grid[1], True)
     assert choose(grid[:1], plain, "perplexity", "plain", 0.05) == (grid[0], False)
+    of_rows = [one | {"perplexity_of_rows": 20 - one["perplexity"]} for one in [plain, *grid]]
+    plain_of_rows, *grid_of_rows = of_rows  # the reverse of the perplexity over tokens
+    chosen = choose(grid_of_rows, plain_of_rows, "perplexity_of_rows", "plain", 0.05)
+    assert chosen == (grid_of_rows[0], True)
+    chosen = choose(grid_of_rows[2:], plain_of_rows, "perplexity_of_rows", "plain", 0.05)
+    assert chosen == (grid_of_rows[2], False)
+    chosen = choose(grid_of_rows, plain_of_rows, "perplexity_of_rows", "best", 0.0)
+    assert chosen == (grid_of_rows[0], True)
     with pytest.raises(OptionError, match="--quality rouge_l needs prompts with references"):
         choose(grid, row(1.0, 10.0), "rouge_l", "plain", 0.05)
 

@@ -18,7 +18,7 @@ from infer.bench.metrics.table import make_metric
 from infer.llama_guard import GuardReward
 from infer.loading import saying_rewards
 from infer.prompts import Prompt
-from infer.tune import cdsl, lossy, report
+from infer.tune import candidates, cdsl, lossy, report
 from infer.tune import commands as tune
 from infer.tune.candidates import Candidate, TuneSetting, with_measures
 from infer.tune.cdsl import choose, curve_points, grid_points
@@ -251,6 +251,22 @@ def test_what_a_reward_warns_of_is_said_once(tiny_pair_dirs, tmp_path, monkeypat
         read_task(str(task), "FILE", target, False, [rewards.Lexical()])
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith("infer.tune: reward lexical: only regular inflections count")
+
+
+def test_quality_is_perplexity_over_tokens_and_of_rows(monkeypatch):
+    """Three tokens of 1, 1 and 4 nats in two texts. A text without tokens has no perplexity."""
+    surprises = {1: [1.0, 1.0], 2: [4.0], 3: []}
+    monkeypatch.setattr(
+        candidates, "output_logprobs", lambda _, ids, __: -np.array(surprises[ids[0]])
+    )
+    prompts = [Prompt(i, i, "p", [i], {}) for i in surprises]
+    setting = TuneSetting(None, None, None, prompts, 4, 1, 0, (), None)
+    tokens = [np.array([7, 7]), np.array([7]), np.array([], int)]
+    out = types.SimpleNamespace(tokens=tokens, text=["a", "b", ""], lengths=np.array([2, 1, 0]))
+    row = candidates._text_quality(setting, out)
+    assert row["perplexity"] == pytest.approx(np.exp(6 / 3))
+    assert row["perplexity_of_rows"] == pytest.approx((np.exp(1) + np.exp(4)) / 2)
+    assert row["rouge_l"] is None
 
 
 # --- what a tuning goes on from ------------------------------------------------------------------
