@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
 import specjax as sj
@@ -187,6 +189,41 @@ def test_other_settings_do_not_go_on(target, questions, tmp_path, monkeypatch, c
     assert main(command(target, questions, out)) == 0
     assert main(command(target, questions, out, "--seed", "1")) == 2
     assert "was written with seed=0, now it is 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("changed", ["questions", "target", "openings"])
+def test_other_content_of_a_file_does_not_go_on(
+    target, questions, tmp_path, monkeypatch, capsys, changed
+):
+    """The names of the files are the same."""
+
+    def run(self):
+        """One answer of a conversation that goes on."""
+        self.journal.add(0, Written([3], "stop"))
+        return 1
+
+    monkeypatch.setattr(job.AnswerJob, "run", run)
+    model, asked, openings = tmp_path / "model", tmp_path / "in.jsonl", tmp_path / "openings.txt"
+    shutil.copytree(target, model)
+    shutil.copy(questions, asked)
+    openings.write_text("why\n")
+    words = [asked, tmp_path / "out.jsonl"]
+    if changed == "openings":
+        words = ["--own", "3", "--openings", openings, tmp_path / "out.jsonl"]
+    assert main(command(model, *words)) == 0
+    assert main(command(model, *words)) == 0, "the same files"
+    before = part_of(tmp_path / "out.jsonl").read_bytes()
+    if changed == "target":
+        weights = load_file(model / "model.safetensors")
+        name = min(weights)
+        save_file(weights | {name: weights[name] + 1}, model / "model.safetensors")
+    else:
+        file = asked if changed == "questions" else openings
+        file.write_text(file.read_text().replace("w", "W"))
+    assert main(command(model, *words)) == 2
+    name = "target" if changed == "target" else "questions"
+    assert f"was written with {name}='" in capsys.readouterr().err
+    assert part_of(tmp_path / "out.jsonl").read_bytes() == before
 
 
 def test_the_model_writes_the_questions_itself(target, tmp_path, capsys):
