@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import importlib.util
+import itertools
 import json
 import re
 import shlex
@@ -186,7 +187,7 @@ def home(tmp_path_factory):
 def tuned(home):
     """The exports of the page's trainings, by command. They start at Q.
 
-    The first one is S, and the first with distinct ids is D.
+    The first one is S, and those with distinct ids are D and D13.
     """
     (home / "checkpoints").mkdir()
     for size in (7, 13):
@@ -202,8 +203,9 @@ def tuned(home):
             cfg = from_toml(SDSATConfig, argv[0], argv[2::2])
             exports[command] = Path(cfg.run.dir, "export")
     (home / "S").symlink_to(home / exports[TRAINED[0]])
-    distinct = next(command for command in TRAINED if "sdsat.distinct=true" in command)
-    (home / "D").symlink_to(home / exports[distinct])
+    distinct = [command for command in TRAINED if "sdsat.distinct=true" in command]
+    for name, command in zip(("D", "D13"), distinct, strict=True):
+        (home / name).symlink_to(home / exports[command])
     return exports
 
 
@@ -269,13 +271,19 @@ def test_the_page_trains_what_it_decodes_with():
     assert len(ABLATIONS) == 2
 
 
-def test_models_with_distinct_ids_take_no_more_tokens_than_they_were_tuned_with():
-    """A later --sweep of an option replaces the config's."""
-    commands = [command for command in COMMANDS if " --target D " in command]
-    assert len(commands) == 4
+@pytest.mark.parametrize(("target", "most"), [("D", 5), ("D13", 7)])
+def test_models_with_distinct_ids_take_no_more_tokens_than_they_were_tuned_with(target, most):
+    """A later --sweep replaces the config's. Temperatures and files are the paper's."""
+    commands = [command for command in COMMANDS if f" --target {target} " in command]
+    measured = []
     for command in commands:
         args = config.parse_with_config(bench.parser(), shlex.split(command)[1:])
-        assert [int(k) for k in dict(args.sweep)["k"]] == [1, 2, 3, 4, 5]
+        assert [int(k) for k in dict(args.sweep)["k"]] == list(range(1, most + 1))
+        measured.append((args.dataset, 0.0 if args.greedy_only else args.temperature))
+    each = itertools.product(("humaneval", "infilling"), (0.0, 0.2, 1.0))
+    assert sorted(measured) == sorted([*each, ("mbpp", 0.0)])
+    *others, last = (re.search(r"--out (\S+)", one) for one in commands if "--out" in one)
+    assert re.findall(r"--beside (\S+)", last.string) == [one[1] for one in others]
 
 
 def test_the_page_names_every_table_and_figure_of_sdsat_and_contrastive_decoding():
@@ -390,7 +398,7 @@ def run_what_it_shows_beside(command):
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS, ids=range(len(COMMANDS)))
 def test_a_command_of_the_page_makes_its_table(command, small, judge, axes, request, capsys):
-    if re.search(" --target [SD] ", command):
+    if re.search(r" --target (S|D|D13) ", command):
         request.getfixturevalue("tuned")
     command = command.replace("--judge-url URL", f"--judge-url {judge}")
     for module, asked, instead in NEEDED:
