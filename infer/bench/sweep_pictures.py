@@ -120,7 +120,7 @@ def _scale(option: str, rows: Iterable[Row]) -> tuple[dict[Any, float], dict[flo
         places = {value: value for value in values}
         labeled = values if kinds == {int} else []
         return places, {value: str(value) for value in labeled}
-    places = {value: place for place, value in enumerate(values)}
+    places = {value: float(place) for place, value in enumerate(values)}
     return places, {place: _label(value) for value, place in places.items()}
 
 
@@ -129,13 +129,13 @@ def _draw_curve(
 ) -> None:
     """One curve, of rows at these places, with the ± of its figures as a band."""
     order = np.argsort(at, kind="stable")
-    at = np.array(at)[order]
+    places = np.array(at)[order]
     figures = np.array([_number(row.get(key)) for row in rows])[order]
     spread = np.array([row["pm"].get(key) or 0.0 for row in rows])[order]
-    axis.plot(at, figures, "o-", color=color, markersize=4, label=name)
+    axis.plot(places, figures, "o-", color=color, markersize=4, label=name)
     if spread.any():
         axis.fill_between(
-            at, figures - spread, figures + spread, color=color, alpha=0.15, linewidth=0
+            places, figures - spread, figures + spread, color=color, alpha=0.15, linewidth=0
         )
 
 

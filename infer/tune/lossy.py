@@ -92,7 +92,7 @@ def _tune(args: argparse.Namespace, directory: Path) -> int:
 
 
 def check_points(
-    args: argparse.Namespace, context: Context, points: Sequence[Mapping[str, str]]
+    args: argparse.Namespace, context: Context, points: Sequence[dict[str, str]]
 ) -> None:
     """Checks that the method can draw at every point and with its defaults, before any is measured.
 
