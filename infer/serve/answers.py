@@ -299,6 +299,7 @@ class Answer:
     def _decoding(self, new_tokens: int) -> Object:
         """Counters and rates, over all rows; times in seconds since the request arrived."""
         counters = {name: sum(int(row.stats[name][0]) for row in self._rows) for name in COUNTERS}
+        emitted = sum(int(row.accepted_emitted[0]) for row in self._rows)
         derived = rates(counters)
         arrived = self._submission.arrived
         seconds_after_first = self._last_time - self._first_time
@@ -312,6 +313,7 @@ class Answer:
             "drafted": counters["drafted"],
             "tested": counters["tested"],
             "accepted": counters["accepted"],
+            "accepted_emitted": 0 if self._hide_completion else emitted,
             "rounds": counters["rounds"],
             "seconds": self._last_time - arrived,
             "first_token_seconds": self._first_time - arrived,

@@ -42,7 +42,18 @@ class PrometheusMetrics:
         self._tested = self._new(
             Counter, "tested_tokens", "Draft tokens that the target tested", by_method
         )
-        self._accepted = self._new(Counter, "accepted_tokens", "Draft tokens accepted", by_method)
+        self._accepted = self._new(
+            Counter,
+            "accepted_tokens",
+            "Draft tokens accepted, also those that a limit, EOS or a stop string cut off",
+            by_method,
+        )
+        self._accepted_emitted = self._new(
+            Counter,
+            "accepted_emitted_tokens",
+            "Draft tokens accepted that are part of a completion",
+            by_method,
+        )
         self._passes = self._new(
             Counter, "target_passes", "Forward passes of the target, per completion", by_method
         )
@@ -92,6 +103,7 @@ class PrometheusMetrics:
         self._written.labels(name).inc(len(row.tokens[0]))
         self._tested.labels(name).inc(int(stats["tested"][0]))
         self._accepted.labels(name).inc(int(stats["accepted"][0]))
+        self._accepted_emitted.labels(name).inc(int(row.accepted_emitted[0]))
         self._passes.labels(name).inc(int(stats["target_calls"][0]))
         seconds = time.perf_counter() - submission.arrived
         self._seconds.labels(name).observe(seconds)
@@ -105,6 +117,7 @@ class PrometheusMetrics:
             completion_tokens=len(row.tokens[0]),
             tested=int(stats["tested"][0]),
             accepted=int(stats["accepted"][0]),
+            accepted_emitted=int(row.accepted_emitted[0]),
             target_passes=int(stats["target_calls"][0]),
             seconds=round(seconds, 4),
         )

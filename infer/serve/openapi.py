@@ -45,6 +45,11 @@ class DecodingUsage(BaseModel):
     acceptance_rate: float | None
     target_passes: int
     draft_passes: int
+    drafted: int
+    tested: int
+    accepted: int
+    accepted_emitted: int
+    rounds: int
     tokens_per_target_pass: float | None
     seconds: float
     first_token_seconds: float

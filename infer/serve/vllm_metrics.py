@@ -1,7 +1,8 @@
 """The server's counters under vLLM's names, which dashboards and benchmark clients read.
 
 One completion is one request. Only names whose meaning is the same are there. vLLM counts a draft
-where it has draft tokens; here every round of a method that drafts counts as one.
+where it has draft tokens; here every round of a method that drafts counts as one. Its scheduler
+counts accepted tokens before it cuts a completion at its limit or a stop, and so do these.
 """
 
 from __future__ import annotations

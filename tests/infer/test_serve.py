@@ -27,6 +27,7 @@ from infer import scoring
 from infer.serve import bodies, commands, engine_thread
 from infer.serve.admission import MAX_ROUND_TOKENS
 from infer.serve.engine_thread import VariantQueue
+from infer.serve.log import REQUESTS
 from infer.serve.schemas import CompletionBody
 from infer.serve.server import _decode_one
 from specjax._util.errors import OptionError
@@ -472,6 +473,24 @@ def counters(server):
     page = server.ask("GET", "/metrics")[1].decode()
     pairs = (line.rsplit(" ", 1) for line in page.splitlines() if line[0] != "#")
     return {name: float(value) for name, value in pairs}
+
+
+def test_accepted_tokens_that_are_cut_off_are_counted_apart(models, caplog):
+    """The target drafts for itself: of ten accepted tokens a budget of five keeps five."""
+    with serving(models[0], models[0]) as server, caplog.at_level("INFO", REQUESTS.name):
+        answer = server.complete(
+            prompt=TEXT, max_tokens=5, temperature=0, method="speculative", options={"gamma": 10}
+        )
+        counted = counters(server)
+    decoding = answer["usage"]["decoding"]
+    assert (decoding["accepted"], decoding["accepted_emitted"]) == (10, 5)
+    label = '_total{method="speculative"}'
+    assert counted[f"specjax_accepted_tokens{label}"] == 10
+    assert counted[f"specjax_accepted_emitted_tokens{label}"] == 5
+    # vLLM's scheduler counts before it cuts, and its other numbers are of whole rounds, too.
+    assert answer["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] == 10
+    (fields,) = (record.fields for record in caplog.records if record.message == "completion")
+    assert (fields["accepted"], fields["accepted_emitted"]) == (10, 5)
 
 
 def test_metrics_under_vllm_s_names_count_what_generate_counts(server):
