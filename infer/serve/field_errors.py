@@ -87,7 +87,8 @@ def _unknown(path: str, fields: Collection[str], unsupported: Collection[str]) -
     """The sentence about a field that the body may not have."""
     if path in unsupported:
         return f"{path}: not supported; leave it out"
-    close = difflib.get_close_matches(path, fields, 1)
+    # The names are those of the body: a field inside another one has names of its own.
+    close = [] if "." in path else difflib.get_close_matches(path, fields, 1)
     advice = "leave it out"
     if close:
         advice = f"did you mean {close[0]!r}?"

@@ -227,10 +227,23 @@ class ResponseFormat(_Strict):
         return SCHEMA + json.dumps(self.json_schema.json_schema)
 
 
+def _schema_kind(value: Any) -> str | None:
+    """The tag of a schema as an object or as a text, None of anything else."""
+    if isinstance(value, dict):
+        return f"{MARK}object"
+    return f"{MARK}text" if isinstance(value, str) else None
+
+
+Schema = Annotated[
+    Annotated[dict[str, Any], Tag(f"{MARK}object")] | Annotated[str, Tag(f"{MARK}text")],
+    _one_of_kinds("expected an object or a text of JSON", _schema_kind),
+]
+
+
 class StructuredOutputs(_Strict):
     """vLLM's: exactly one of these."""
 
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_: Schema | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
     choice: Annotated[list[StopText], Field(min_length=1)] | None = None

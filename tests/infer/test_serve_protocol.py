@@ -44,6 +44,7 @@ SETTINGS = {
     "no_repeat_ngram_size": (2, -1, "at least 0"),
     "exponential_decay_length_penalty": ([1, 1.1], [1], "at least 2"),
 }
+PYDANTIC = re.compile(r"Input should|Extra inputs|Field required|valid|<|pydantic|dict\[|\bstr\b")
 HARMLESS = {
     "store": True,
     "metadata": {"a": "b"},
@@ -248,10 +249,38 @@ def test_errors_of_messages_name_their_part(server, messages, param, message):
     assert message in error["message"]
 
 
+@pytest.mark.parametrize(
+    "fields, param, message",
+    [
+        ({"tools": 5}, "tools", "tools=5: expected a list"),
+        ({"tools": [5]}, "tools[0]", "tools[0]=5: expected an object"),
+        ({"tools": [{"type": "x"}]}, "tools[0].type", "tools[0].type='x': expected one of"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "is missing"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]},
+            "tools[0].function.parameters",
+            "=5: expected an object",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "tools": 5}}]},
+            "tools[0].function.tools",
+            "there is no such field; leave it out",
+        ),
+        ({"tool_choice": 5}, "tool_choice", "tool_choice=5: expected 'none', 'auto', 'required'"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.function", "is missing"),
+        ({"structured_outputs": {"json": 5}}, "structured_outputs.json", "an object or a text"),
+    ],
+)
+def test_errors_of_tools_name_their_part(server, fields, param, message):
+    status, error = asked(server, CHAT | fields, "/v1/chat/completions")
+    assert (status, error["param"]) == (400, param)
+    assert message in error["message"] and not PYDANTIC.search(error["message"])
+
+
 def test_no_error_speaks_pydantic(server):
     for body, *_ in REFUSED:
-        message = server.ask("POST", "/v1/completions", body)[1]["error"]["message"]
-        assert not re.search("Input should|Extra inputs|Field required|valid|<|pydantic", message)
+        error = server.ask("POST", "/v1/completions", body)[1]["error"]
+        assert not PYDANTIC.search(f"{error['message']} {error['param']}")
 
 
 # --- other paths -------------------------------------------------------------------------------
