@@ -35,6 +35,7 @@ from infer.serve.refusals import Refusal, json_response, public, refusal_of
 from infer.serve.schemas import Body, ChatBody, CompletionBody, read
 from infer.serve.tokens import detokenize, tokenize
 from specjax._util.errors import SpecjaxError
+from specjax.lm import HUB_SNAPSHOT
 from specjax.runtime.output import Piece
 from specjax.text.chat import MAX_CHILDREN
 
@@ -123,7 +124,7 @@ class Server:
         self._allowed_hosts = allowed_hosts
         self._texts = Workers(TEXT_THREADS, "text")
         self._chats = Workers(MAX_CHILDREN, "chat")
-        self._folders = _folders(admission)
+        self._private = _private_paths(admission)
         self._methods = method_list(admission)
 
     def app(self) -> FastAPI:
@@ -175,7 +176,7 @@ class Server:
     async def _list_methods(self) -> Response:
         chats = self.admission.target.tokenizer.chats
         methods = [
-            {**one, "refused": one["refused"] and public(one["refused"], self._folders)}
+            {**one, "refused": one["refused"] and public(one["refused"], self._private)}
             for one in self._methods
         ]
         return json_response({"object": "list", "data": methods, "chats": chats})
@@ -203,7 +204,7 @@ class Server:
         admission = self.admission
         draft = None
         if admission.draft:
-            draft = public(admission.draft.source, self._folders)
+            draft = public(admission.draft.source, self._private)
         return {
             "id": admission.name,
             "object": "model",
@@ -310,7 +311,7 @@ class Server:
             message = "too many requests wait, of this client or of all; try again in a moment"
             refusal = Refusal(429, message, "queue_full", retry_after="1")
         else:
-            refusal = refusal_of(error, self._folders)
+            refusal = refusal_of(error, self._private)
         self._metrics.answered(_route_path(request), refusal.status)
         return refusal.response()
 
@@ -328,14 +329,24 @@ def client_at(address: str) -> str:
     return str(ipaddress.ip_network((parsed, 64), strict=False))
 
 
-def _folders(admission: Admission) -> list[str]:
-    """The folders of the models, which clients do not see."""
-    folders = []
+def _private_paths(admission: Admission) -> dict[str, str]:
+    """Paths of the models, which clients do not see, and what they see instead.
+
+    A tokenizer's source is the directory that was read, while a model's is the name that was given:
+    ``~/model``, or an id of the hub.
+    """
+    shown = {}
     for model in filter(None, (admission.target, admission.draft)):
-        folder = os.path.dirname(model.source)
-        if folder and os.path.isdir(folder):
-            folders.append(os.path.join(folder, ""))
-    return folders
+        tokenizer = model.tokenizer
+        for path in (model.source, tokenizer.source if tokenizer else ""):
+            snapshot = HUB_SNAPSHOT.search(path)
+            if snapshot:
+                shown[path] = f"{snapshot[1]}/{snapshot[2]}"
+            folder = os.path.dirname(path.rstrip(os.sep))
+            # The root says nothing, and slashes are in many messages.
+            if folder.strip(os.sep) and os.path.isdir(os.path.expanduser(folder)):
+                shown[os.path.join(folder, "")] = ""
+    return shown
 
 
 def _route_path(request: Request) -> str:

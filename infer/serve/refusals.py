@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fastapi import Response
@@ -63,8 +63,8 @@ class Refusal(Exception):
         return json_response(self.object, self.status, self.headers)
 
 
-def refusal_of(error: Exception, folders: Sequence[str]) -> Refusal:
-    """The answer to an error, without the names of ``folders`` (:func:`public`)."""
+def refusal_of(error: Exception, private: Mapping[str, str]) -> Refusal:
+    """The answer to an error, without the paths in ``private`` (:func:`public`)."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, HTTPException):
@@ -74,7 +74,7 @@ def refusal_of(error: Exception, folders: Sequence[str]) -> Refusal:
     if not isinstance(error, SpecjaxError):
         return Refusal(500, "something failed; the server's log says what")
 
-    message = public(str(error), folders)
+    message = public(str(error), private)
     param = getattr(error, "param", None)
     if isinstance(error, NoSuchModel):
         return Refusal(404, message, "model_not_found", param)
@@ -83,10 +83,13 @@ def refusal_of(error: Exception, folders: Sequence[str]) -> Refusal:
     return Refusal(400, message, "invalid_value", param)
 
 
-def public(text: str, folders: Sequence[str]) -> str:
-    """A text without the folders in it: clients need not know where a model's directory lies."""
-    for folder in sorted(folders, key=len, reverse=True):  # one may begin another
-        text = text.replace(folder, "")
+def public(text: str, private: Mapping[str, str]) -> str:
+    """A text with what ``private`` has for each of its paths.
+
+    Clients need not know where a model's directory lies.
+    """
+    for path in sorted(private, key=len, reverse=True):  # one may begin another
+        text = text.replace(path, private[path])
     return text
 
 

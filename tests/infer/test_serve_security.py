@@ -14,9 +14,10 @@ from types import SimpleNamespace
 import pytest
 
 from infer.serve import bodies, connections
+from infer.serve.app import _private_paths
 from infer.serve.bodies import Bodies
 from infer.serve.log import LOG, RECORDS, Limit, log_format
-from infer.serve.refusals import Refusal
+from infer.serve.refusals import Refusal, public
 from infer.serve.server import _listening_socket, _shown_name
 from specjax._util.errors import InputError
 from support.pace import slowdown
@@ -140,6 +141,27 @@ def test_answers_have_no_local_paths(tiny_pair_dirs, tmp_path):
         assert models["data"][0]["draft"]
     assert _shown_name(str(tmp_path / "target")) == "target"
     assert _shown_name("demo") == "demo"
+
+
+def test_no_form_of_a_model_s_name_shows_its_directory(tmp_path, monkeypatch):
+    """What was read is not always what was given: a home, a hub's id, or a name with a slash."""
+    snapshot = tmp_path / "hub" / "models--some--model" / "snapshots" / "0a1b"
+    for directory in (tmp_path / "target", snapshot):
+        directory.mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def shown(source, read):
+        tokenizer = SimpleNamespace(source=str(read))
+        model = SimpleNamespace(source=source, tokenizer=tokenizer)
+        private = _private_paths(SimpleNamespace(target=model, draft=None))
+        return public(f"target {source}, a/b; {read}: its chat template failed", private)
+
+    failed = "its chat template failed"
+    target = tmp_path / "target"
+    assert shown("~/target", target) == f"target target, a/b; target: {failed}"
+    assert shown(f"{target}/", target) == f"target target/, a/b; target: {failed}"
+    assert shown("some/model", snapshot) == f"target some/model, a/b; some/model: {failed}"
+    assert shown("/model", "/model") == f"target /model, a/b; /model: {failed}"
 
 
 # --- connections -------------------------------------------------------------------------------
