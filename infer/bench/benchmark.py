@@ -32,7 +32,7 @@ from infer.bench.metrics.table import make_metric
 from infer.bench.peer_process import PeerJob
 from infer.bench.peers import Peer, peer_rows, peer_weights
 from infer.bench.predictions import Curve, add_expected, pass_widths
-from infer.bench.questions import Question, read_questions
+from infer.bench.questions import NoPromptError, Question, read_questions
 from infer.bench.report import markdown, plotted, read_beside, show, write
 from infer.bench.rows import add_metrics, add_quality, as_prompt, languages_of, make_rows
 from infer.bench.timed_cases import BenchSetting, Result, measure
@@ -70,8 +70,12 @@ def run_benchmark(args: argparse.Namespace) -> int:
     directory = make_directory(args.out) if args.out else None
     if directory:
         check_results(directory / "runs.jsonl", '{"label": ')
-    with saying_rewards("infer.bench"):
-        report = make_report(args, directory)
+    try:
+        with saying_rewards("infer.bench"):
+            report = make_report(args, directory)
+    except NoPromptError as error:  # what is wrong with each line has been said
+        say("infer.bench", error)
+        return BAD_LINES
 
     # A full disk or a closed pipe costs the files or what is shown, not the measurement.
     try:

@@ -29,6 +29,10 @@ class Question:
     text: str = ""  # the prompt as metrics read it
 
 
+class NoPromptError(OptionError):
+    """No line of the prompts' file can be measured."""
+
+
 def read_questions(args: argparse.Namespace, encoder: PromptEncoder) -> tuple[list[Question], int]:
     """Reads the prompts: from the file, the held-out functions, or random tokens.
 
@@ -37,7 +41,8 @@ def read_questions(args: argparse.Namespace, encoder: PromptEncoder) -> tuple[li
     Returns:
       The questions, and how many prompts were left out. Each of those is reported on stderr.
     Raises:
-      OptionError: no prompt is left.
+      NoPromptError: no prompt of the file is left.
+      OptionError: no held-out function is left.
     """
     target = encoder.target
     if target.tokenizer is None:
@@ -55,7 +60,8 @@ def read_questions(args: argparse.Namespace, encoder: PromptEncoder) -> tuple[li
         prompts, bad = _held_out(args.num_prompts, encoder)
     report("infer.bench", prompts, bad, path)
     if not prompts:
-        raise OptionError(f"{path}: no prompt is left to measure")
+        error = NoPromptError if args.prompts else OptionError
+        raise error(f"{path}: no prompt is left to measure")
     questions = [Question(p.tokens, references_of(p.entry), p.entry, p.text) for p in prompts]
     return questions, len(bad)
 

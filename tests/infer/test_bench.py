@@ -234,6 +234,8 @@ def test_bad_lines_are_skipped_and_the_rest_is_measured(small, short_curve, caps
     with pytest.raises(OptionError, match="no prompt is left"):
         questions.read_questions(asked, encoder)
     capsys.readouterr()
+    code, out, err = run(capsys, *argv)
+    assert (code, out) == (3, "") and f"{file}: no prompt is left to measure" in err
 
 
 @pytest.mark.torch
