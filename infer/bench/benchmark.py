@@ -66,7 +66,7 @@ class Models(NamedTuple):
 def run_benchmark(args: argparse.Namespace) -> int:
     """Measures, shows and writes the report; returns the exit code."""
     if not args.out:
-        require_output()
+        require_output("--out")
     directory = make_directory(args.out) if args.out else None
     if directory:
         check_results(directory / "runs.jsonl", '{"label": ')

@@ -94,7 +94,7 @@ def _lock(args: argparse.Namespace) -> contextlib.AbstractContextManager:
 
 def _run(args: argparse.Namespace) -> int:
     if not args.out:
-        require_output()
+        require_output("--out")
     compiles = use_compilation_cache()
     job = processes.raise_everywhere(lambda: make_job(args))
     if args.prompts or args.task:

@@ -11,11 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from infer.run.screen import Terminal
+from specjax._util.program import require_output
 from specjax.registry import DRAFTERS, METHODS, RULES, TARGET_DISTS, Option, presets
 
 
 def list_methods(_: argparse.Namespace) -> int:
     """Prints the tables; returns the exit code."""
+    require_output()
     console = Terminal()
 
     rows = []

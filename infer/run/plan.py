@@ -19,6 +19,7 @@ from infer.run.plan_batch import batch_plan
 from specjax import lm
 from specjax._util.errors import SplitError
 from specjax._util.platform import platform
+from specjax._util.program import require_output
 from specjax.models import ModelConfig, num_params
 from specjax.models.cache import ring_capacity, row_bytes
 from specjax.models.cpu_kernels import narrow_product
@@ -49,6 +50,7 @@ Plan = dict[str, Any]
 
 def print_plan(args: argparse.Namespace) -> int:
     """Prints the plan of ``--target`` and ``--draft``; returns the exit code."""
+    require_output()
     names = {"target": args.target}
     schemes = {"target": args.quantize, "draft": args.quantize}
     compiles = args.plan == BATCH

@@ -176,16 +176,17 @@ def _report_missing_devices_in_one_line(name: str) -> None:
     logging.getLogger("jax._src.xla_bridge").addFilter(shorten)
 
 
-def require_output() -> None:
+def require_output(instead: str = "") -> None:
     """Refuses a closed standard output, for a program that prints its result and nothing else.
+
+    ``instead`` is the option that names a file for the result, if there is one.
 
     Raises:
       InputError: it is closed, so the result would be lost.
     """
     if sys.stdout is None:
-        raise InputError(
-            "standard output is closed, so the result would be lost: open it, or give --out"
-        )
+        way_out = f"open it, or give {instead}" if instead else "open it"
+        raise InputError(f"standard output is closed, so the result would be lost: {way_out}")
 
 
 def module_command(module: str) -> list[str]:

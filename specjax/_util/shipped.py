@@ -9,6 +9,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from specjax._util.errors import InputError
+from specjax._util.program import require_output
+
 _PACKAGE = Path(__file__).parents[1]
 _FOLDERS = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
 
@@ -48,6 +51,10 @@ class ListConfigs(argparse.Action):
         super().__init__(option_strings, dest, nargs=0, const=const, help=text)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        try:
+            require_output()
+        except InputError as error:
+            parser.error(str(error))
         for name, path in config_names().items():
             if name.rpartition("/")[0] == self.const:
                 with path.open(encoding="utf-8") as file:

@@ -1,6 +1,7 @@
 """Locks of files, and how a program's process ends (specjax._util)."""
 
 import contextlib
+import importlib
 import os
 import subprocess
 import sys
@@ -210,6 +211,30 @@ def test_no_file_gets_the_number_of_a_closed_stream(tmp_path, closed):
 def test_a_program_that_only_prints_refuses_a_closed_stdout(tmp_path):
     body = "from specjax._util.program import require_output; require_output()"
     code, err = run_process(work_in(tmp_path, f"{body}; sys.stdout = None; {body}"))
+    assert code == 2 and "standard output is closed" in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("infer.run.commands", ["--list-methods"]),
+        ("infer.run.commands", ["--plan"]),
+        ("train.lm.__main__", ["tiny", "--dry-run", "--json"]),
+        ("train.head.__main__", ["head_demo", "--dry-run"]),
+        ("train.sdsat.__main__", ["sdsat_tiny", "--dry-run"]),
+        ("train.states", ["head_demo", "--dry-run", "--set=head.states=made"]),
+        ("train.lm.__main__", ["--list-configs"]),
+    ],
+)
+def test_what_is_printed_alone_needs_stdout(capsys, monkeypatch, module, arguments):
+    main = importlib.import_module(module).main
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", None)
+        try:
+            code = main(arguments)
+        except SystemExit as stop:  # argparse's
+            code = stop.code
+    err = capsys.readouterr().err
     assert code == 2 and "standard output is closed" in err and len(err.splitlines()) == 1
 
 

@@ -101,6 +101,7 @@ def tokenizer_file(directory: Path) -> Path:
     """A checkpoint's tokenizer.json, or its parent's: the embedded models share one."""
     own = directory / "tokenizer.json"
     shared = directory.parent / "tokenizer.json"
-    if not own.exists() and shared.exists():
+    # Not Path.exists, which raises for a name that is too long: who opens the file says so.
+    if not os.path.exists(own) and os.path.exists(shared):
         return shared
     return own

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specjax._util import processes
-from specjax._util.program import FAILED, say
+from specjax._util.program import FAILED, require_output, say
 from specjax.text.tokenizer import read_chat_settings
 from train.config import DataSection, from_toml
 from train.engine.loop import TrainingError
@@ -39,6 +39,8 @@ def run_training(
       name: the program's name, for messages.
       config: the config's dataclass.
     """
+    if args.dry_run:
+        require_output()
     if args.distributed:
         directory = [setting for setting in args.set if setting.startswith("run.dir=")]
         job = " ".join([str(args.config), *directory])

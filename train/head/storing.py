@@ -19,6 +19,7 @@ import numpy as np
 
 from specjax._util.errors import InputError, ModelError
 from specjax._util.files import locked, write_text
+from specjax._util.program import require_output
 from specjax._util.waiting import waiting
 from specjax.models import hidden_states, load_pretrained
 from specjax.models.hf.files import open_tensors, read_json
@@ -87,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("head.states is empty: name a directory for the hidden states")
     home = Path(cfg.head.states)
     if args.dry_run:
+        require_output()
         setup = prepare_setup(cfg, None)
         cfg = with_total_steps(cfg, setup.data)
         print_summary(_make_plan(cfg, setup, args.rows).summary(), args.json)
