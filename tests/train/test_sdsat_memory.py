@@ -261,7 +261,7 @@ def test_missing_devices_are_one_line(tmp_path, tokenizer):
     with pytest.raises(InputError, match=r"mesh.devices=3, but the run has 1 devices"):
         sdsat.main(cfg, resume=False, dry_run=False)
     with pytest.raises(InputError, match=r"mesh.topology='v5e': expected KIND:AxB"):
-        dryrun.device_count(config(where, "mesh.topology=v5e").mesh)
+        config(where, "mesh.topology=v5e")
     cfg = config(where, "mesh.devices=3")
     with pytest.raises(InputError, match=r"batch_size=4 rows do not divide among 3 devices"):
         dryrun.needed_memory(cfg, prepare_setup(cfg))

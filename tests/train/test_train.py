@@ -72,6 +72,8 @@ def in_the_checkout(monkeypatch):
         ("optim.optimizer=sgd", "adamw, muon"),
         ("distill.alpha=1.5", "from 0 to 1"),
         ("data.corpora=stdlib", "list of strings"),
+        ("mesh.topology=v5e", "mesh.topology='v5e': expected KIND:AxB or KIND:AxBxC"),
+        ("mesh.topology=v5e:2x0", "expected KIND:AxB or KIND:AxBxC"),
         ("total_steps=3", "section.key=value"),
         ("optim.total_steps", "section.key=value"),
     ],
@@ -376,6 +378,12 @@ def test_bad_input_exits_2_with_one_line(uninterrupted, tmp_path, capsys):
         ([*quick(tmp_path / "new"), "--resume"], "no finished checkpoint"),
         ([*quick(tmp_path / "t"), "--set", "distill.teacher=/no/teacher"], "/no/teacher"),
         ([*quick(tmp_path / "u"), "--set", "model.init_from=/no/model"], "/no/model"),
+        ([*quick(tmp_path / "v"), "--set", f"model.init_from={'n' * 5000}"], "File name too long"),
+        (
+            [*quick(tmp_path / "w"), *overrides(f"data.shards={'n' * 5000}", "tokenizer.path=x")],
+            "x: cannot be read",
+        ),
+        ([*quick(tmp_path / "x"), "--set", "mesh.topology=v5e:7x9"], "among 63 devices"),
         (["--set", "optim.batch=3"], "optim.batch_size"),
         (["--set", 'data.files=["/no/such/file"]'], "/no/such/file"),
     ]

@@ -7,6 +7,7 @@ pass; :mod:`train.config.reading` reads both.
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Annotated, Any, Literal
 
 from specjax._util.checks import (
@@ -31,6 +32,14 @@ Vocabulary = Annotated[int, whole(261, 2**20)]  # 256 bytes and train.data.token
 Seed = Annotated[int, whole(0, 2**32 - 1)]  # NumPy and JAX take it
 # A text that must not be empty. Where a plain str may be, its comment says what that means.
 Name = Annotated[str, satisfying("a text that is not empty", bool)]
+# Empty: no topology.
+Topology = Annotated[
+    str,
+    satisfying(
+        "KIND:AxB or KIND:AxBxC, e.g. v5e:2x4",
+        lambda text: re.fullmatch(r"|[^:]+:[1-9][0-9]{0,5}(x[1-9][0-9]{0,5}){1,2}", text),
+    ),
+]
 Matrix = Literal["q", "k", "v", "out", "gate", "up", "down"]
 ComputeDtype = Literal["float32", "bfloat16"]
 Remat = bool | Literal["attention"]
@@ -173,7 +182,7 @@ class MeshSection:
     model: PositiveInt = 1  # devices that share each layer's heads and columns, and the vocabulary
     sequence: PositiveInt = 1  # devices that share each row, for rows too long for one
     devices: NotNegativeInt = 0  # devices that the run needs and --dry-run plans for; 0: all here
-    topology: str = ""  # TPU topology that --dry-run compiles for, e.g. v5e:2x4
+    topology: Topology = ""  # TPU topology that --dry-run compiles for, e.g. v5e:2x4
     memory_gib: NotNegativeFloat = 0.0  # of one device, for --dry-run; 0: as the device reports
 
 

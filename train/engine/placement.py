@@ -237,8 +237,11 @@ def run_placement(section: MeshSection, rows: int) -> Placement:
     """A placement over the devices of this run, as its config says.
 
     Raises:
-      InputError: the config asks for another number of devices; or as :func:`make_placement`.
+      InputError: the config asks for another number of devices; or as :func:`make_placement`, or
+        :func:`planned_devices` of a topology, whose plan is part of the summary.
     """
+    if section.topology:
+        planned_devices(section, rows)
     count = jax.device_count()
     if section.devices not in (0, count):
         raise InputError(
@@ -252,7 +255,7 @@ def planned_devices(section: MeshSection, rows: int) -> int:
     """The number of devices that ``--dry-run`` plans for, which may not be here.
 
     Raises:
-      InputError: the topology has another form; or as :func:`make_placement`.
+      InputError: as :func:`make_placement`.
     """
     count = device_count(section)
     _check_division(count, section.fsdp, rows, section.sequence, section.model)
@@ -260,17 +263,8 @@ def planned_devices(section: MeshSection, rows: int) -> int:
 
 
 def device_count(section: MeshSection) -> int:
-    """The number of devices: of the topology, or as the config says, or those that are here.
-
-    Raises:
-      InputError: the topology has another form.
-    """
+    """The number of devices: of the topology, or as the config says, or those that are here."""
     if not section.topology:
         return section.devices or jax.device_count()
     _, _, sizes = section.topology.partition(":")
-    try:
-        return math.prod(int(size) for size in sizes.split("x"))
-    except ValueError:
-        raise InputError(
-            f"mesh.topology={section.topology!r}: expected KIND:AxB or KIND:AxBxC, e.g. v5e:2x4"
-        ) from None
+    return math.prod(int(size) for size in sizes.split("x"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -168,7 +169,7 @@ def read_manifest(
         another size.
     """
     path = Path(directory) / MANIFEST
-    if not path.exists():
+    if not os.path.exists(path):  # a name that is too long counts as missing
         raise InputError(f"{path} is missing: python -m train.tokens makes it")
     manifest = read_json(path)
     require_identity(directory, manifest, recipe.identity())
