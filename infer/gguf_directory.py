@@ -7,7 +7,7 @@ import json
 import os
 from pathlib import Path
 
-from specjax._util.errors import InputError
+from specjax._util.errors import InputError, system_error
 from specjax._util.files import write_text
 from specjax.lm import locate
 from specjax.models import save_pretrained
@@ -32,7 +32,7 @@ def convert(args: argparse.Namespace) -> int:
     try:
         print(write_directory(args.directory, args.out, args.overwrite))
     except OSError as error:  # a full disk, for example
-        raise InputError(str(error)) from None
+        raise InputError(system_error(error)) from None
     return 0
 
 

@@ -7,7 +7,7 @@ import os
 import shutil
 
 from infer.unpickle import copy_rest
-from specjax._util.errors import InputError
+from specjax._util.errors import InputError, system_error
 from specjax.lm import locate
 from specjax.models import load_pretrained, save_pretrained
 from specjax.models.hf.files import read_json
@@ -42,6 +42,6 @@ def convert(args: argparse.Namespace) -> int:
             shutil.copy(source.parent / TOKENIZER, args.out)  # the embedded models share one
         save_pretrained(args.out, cfg, params, dtype=dtype)
     except OSError as error:  # a full disk, for example
-        raise InputError(str(error)) from None
+        raise InputError(system_error(error)) from None
     print(weights)
     return 0

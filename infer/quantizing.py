@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from infer.unpickle import copy_rest
-from specjax._util.errors import InputError, ModelError
+from specjax._util.errors import InputError, ModelError, system_error
 from specjax.lm import locate
 from specjax.models import load_pretrained
 from specjax.models.hf.files import read_json
@@ -31,7 +31,7 @@ def convert(args: argparse.Namespace) -> int:
             args.directory, args.out, args.quantize, args.overwrite, args.pickles
         )
     except OSError as error:  # a full disk, for example
-        raise InputError(str(error)) from None
+        raise InputError(system_error(error)) from None
     print(weights)
     return 0
 

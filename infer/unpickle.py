@@ -10,7 +10,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from specjax._util.errors import InputError, ModelError, errors_as
+from specjax._util.errors import InputError, ModelError, errors_as, system_error
 from specjax._util.files import aside, write_text
 from specjax.models.hf.files import read_weight_map, unlisted_shards
 from specjax.models.hf.layout import INDEX, WEIGHTS
@@ -28,8 +28,10 @@ def convert(args: argparse.Namespace) -> int:
     """
     try:
         written = write_safetensors(args.directory, args.out or args.directory, args.overwrite)
-    except (OSError, SafetensorError) as error:  # a full disk, for example
-        raise InputError(str(error)) from None
+    except OSError as error:  # a full disk, for example
+        raise InputError(system_error(error)) from None
+    except SafetensorError as error:
+        raise InputError(error) from None
     print(*written, sep="\n")
     return 0
 

@@ -68,6 +68,9 @@ def open_file(path: str | os.PathLike, pipes: bool = False) -> BinaryIO:
     """
     try:
         file = open(path, "rb", opener=_open_without_waiting)  # noqa: SIM115
+    except UnicodeEncodeError as error:
+        reason = f"the name is not in the encoding {error.encoding}; set LC_ALL=C.UTF-8"
+        raise OSError(errno.EINVAL, reason, str(path)) from None
     except ValueError:  # such as NUL in a name
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path)) from None
     mode = os.fstat(file.fileno()).st_mode

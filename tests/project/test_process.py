@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -245,6 +246,38 @@ def test_letters_that_stdout_cannot_write_are_escaped(tmp_path, encoding):
     done = subprocess.run(command, env=env, capture_output=True, timeout=60)
     expected = "é日\ud800\n".encode(encoding, errors="backslashreplace")
     assert (done.returncode, done.stderr, done.stdout) == (0, b"", expected)
+
+
+@pytest.mark.parametrize(
+    ("work", "writer"),
+    [
+        ("infer.quantizing", "write_quantized"),
+        ("infer.unpickle", "write_safetensors"),
+        ("infer.gguf_directory", "write_directory"),
+    ],
+)
+def test_a_converter_says_that_its_directory_is_gone(tmp_path, monkeypatch, work, writer):
+    module = importlib.import_module(work)
+    scheme = "int8" if writer == "write_quantized" else None
+    args = SimpleNamespace(directory="d", out="o", overwrite=False, pickles=False, quantize=scheme)
+    monkeypatch.setattr(module, writer, lambda *_: os.path.realpath("d"))
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    try:
+        with pytest.raises(InputError, match="the current directory does not exist any more"):
+            module.convert(args)
+    finally:
+        os.chdir(tmp_path)
+
+
+def test_a_name_that_the_locale_cannot_encode_is_one_line(tmp_path):
+    body = "from specjax._util.files import open_file; open_file('\\xe9')"
+    env = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0"}
+    code, err = run_process(work_in(tmp_path, body), env=env)
+    reason = "the name is not in the encoding ascii; set LC_ALL=C.UTF-8"
+    assert (code, err) == (1, f"x: \\xe9: {reason}\n")
 
 
 def test_letters_of_arguments_are_read_under_any_locale():
