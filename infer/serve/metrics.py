@@ -42,18 +42,10 @@ class PrometheusMetrics:
         self._tested = self._new(
             Counter, "tested_tokens", "Draft tokens that the target tested", by_method
         )
-        self._accepted = self._new(
-            Counter,
-            "accepted_tokens",
-            "Draft tokens accepted, also those that a limit, EOS or a stop string cut off",
-            by_method,
-        )
-        self._accepted_emitted = self._new(
-            Counter,
-            "accepted_emitted_tokens",
-            "Draft tokens accepted that are part of a completion",
-            by_method,
-        )
+        text = "Draft tokens accepted, also those that a limit or a stop cut off"
+        self._accepted = self._new(Counter, "accepted_tokens", text, by_method)
+        text = "Draft tokens accepted that are part of a completion"
+        self._accepted_emitted = self._new(Counter, "accepted_emitted_tokens", text, by_method)
         self._passes = self._new(
             Counter, "target_passes", "Forward passes of the target, per completion", by_method
         )

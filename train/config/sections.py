@@ -37,7 +37,7 @@ Topology = Annotated[
     str,
     satisfying(
         "KIND:AxB or KIND:AxBxC, e.g. v5e:2x4",
-        lambda text: re.fullmatch(r"|[^:]+:[1-9][0-9]{0,5}(x[1-9][0-9]{0,5}){1,2}", text),
+        lambda text: bool(re.fullmatch(r"|[^:]+:[1-9][0-9]{0,5}(x[1-9][0-9]{0,5}){1,2}", text)),
     ),
 ]
 Matrix = Literal["q", "k", "v", "out", "gate", "up", "down"]
