@@ -106,7 +106,7 @@ def times(args: argparse.Namespace, target: sj.LM, name: str, automata) -> list[
         return lambda: loop.run_rounds(method)(inputs, state, rounds)
 
     def with_tables() -> Run:
-        state = jax.block_until_ready(loop.with_grammar_states(tables, begin()))
+        state = jax.block_until_ready(loop.with_grammar_states(method)(tables, begin()))
         return lambda: loop.run_rounds(method)(tables, state, rounds)
 
     def by_host() -> Run:

@@ -63,6 +63,8 @@ def forget(method: Method) -> None:
         fill_slots,
         run_rounds,
         resize_state,
+        with_counts,
+        with_grammar_states,
     ):
         programs.made.pop(method, None)
 
@@ -265,25 +267,16 @@ def _new_state(method, logprobs, inputs, tokens, length, max_length, keys) -> De
     return method.init(inputs, state.replace(counts=begin_counts(inputs, state)))
 
 
-def with_counts(inputs: Inputs, state: DecodeState) -> DecodeState:
-    """The state with counts of its tokens, for requests whose settings need them."""
-    return _adding_counts()(inputs, state)
-
-
-@functools.cache
-def _adding_counts():
-    # Made at the first call: options of programs depend on the device, and devices that several
-    # processes share do not exist before the processes have met.
+@CachedByMethod
+def with_counts(method: Method):
+    """``add(inputs, state) -> state`` with counts of its tokens, for settings that need them."""
     return program(lambda inputs, state: state.replace(counts=begin_counts(inputs, state)))
 
 
-def with_grammar_states(inputs: Inputs, state: DecodeState) -> DecodeState:
-    """The state with every row at the beginning of its grammar."""
-    return _adding_grammar_states()(inputs, state)
+@CachedByMethod
+def with_grammar_states(method: Method):
+    """``add(inputs, state) -> state`` with every row at the beginning of its grammar."""
 
-
-@functools.cache
-def _adding_grammar_states():
     def add(_: Inputs, state: DecodeState) -> DecodeState:
         return state.replace(grammar_state=jnp.zeros_like(state.length))
 

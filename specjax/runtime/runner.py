@@ -166,7 +166,7 @@ class BatchRunner:
         fill = loop.fill_slots(self._method)
         inputs, prefilled = self._with_same_counts(prefill)
         if self.state.grammar_state is not None:
-            prefilled = loop.with_grammar_states(inputs, prefilled)
+            prefilled = loop.with_grammar_states(self._method)(inputs, prefilled)
         self._state = fill(inputs, self.state, prefilled, local)
 
     def _with_same_counts(self, prefill: Prefill) -> tuple[Inputs, DecodeState]:
@@ -177,10 +177,10 @@ class BatchRunner:
         inputs, prefilled = prefill.inputs, prefill.state
         if prefilled.counts is not None and self.state.counts is None:
             self._inputs = with_path_settings(self.inputs)
-            self._state = loop.with_counts(self.inputs, self.state)
+            self._state = loop.with_counts(self._method)(self.inputs, self.state)
         if prefilled.counts is None and self.state.counts is not None:
             inputs = with_path_settings(inputs)
-            prefilled = loop.with_counts(inputs, prefilled)
+            prefilled = loop.with_counts(self._method)(inputs, prefilled)
         return inputs, prefilled
 
     def set_inputs(self, requests: Sequence[Request | None]) -> None:
@@ -216,7 +216,7 @@ class BatchRunner:
         if self._state is None or self.inputs.grammars is None:
             return
         if self._state.grammar_state is None:
-            self._state = loop.with_grammar_states(self.inputs, self._state)
+            self._state = loop.with_grammar_states(self._method)(self.inputs, self._state)
 
     def _set_costs(self) -> None:
         settings = self.inputs.settings | {COSTS: jnp.asarray(self._costs, jnp.float32)}

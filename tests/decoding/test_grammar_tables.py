@@ -268,7 +268,7 @@ def table_counts(name, options):
         keys = jax.random.split(jax.random.key(seed), ROWS)
         prompts = [np.array(PROMPT)] * ROWS
         state = loop.start(method, inputs, prompts, budget, keys, chunk=4, capacity=32)
-        state = loop.with_grammar_states(inputs, state)
+        state = loop.with_grammar_states(method)(inputs, state)
         state = loop.run_rounds(method)(inputs, state, np.int32(LENGTH))
         new = np.asarray(state.tokens[:, len(PROMPT) : len(PROMPT) + LENGTH])
         total += laws.histogram(new, V)

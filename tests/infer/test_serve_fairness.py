@@ -496,8 +496,9 @@ def test_forgotten_programs_are_made_again(server):
     method = server.admission.make_submission(
         CompletionBody(prompt="a"), print
     ).variant.engine.method
-    before = loop.run_rounds(method)
-    assert loop.run_rounds(method) is before
+    programs = (loop.run_rounds, loop.with_counts, loop.with_grammar_states)
+    before = [program(method) for program in programs]
+    assert all(program(method) is made for program, made in zip(programs, before, strict=True))
     loop.forget(method)
-    assert loop.run_rounds(method) is not before
+    assert not any(program(method) is made for program, made in zip(programs, before, strict=True))
     assert server.complete(prompt="a", max_tokens=2)["choices"]
