@@ -20,13 +20,14 @@ def check_grammar(text: str) -> str:
     """The text of a grammar, if it has one of the forms; the grammar itself is not read.
 
     Raises:
-      ValueError: it has another form, or is too long.
+      ValueError: it has another form, is too long, or has half of a surrogate pair.
     """
     if not isinstance(text, str):
         raise TypeError
     known = text in ("", JSON) or text.startswith((SCHEMA, REGEX, LARK))
     if not known or len(text) > MAX_LENGTH:
         raise ValueError
+    text.encode()  # a grammar's compiler takes UTF-8
     return text
 
 

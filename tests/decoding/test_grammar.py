@@ -109,6 +109,12 @@ def test_a_grammar_that_cannot_be_met_is_one_line(grammar, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("grammar", ['schema:{"const": "\ud800"}', "regex:\udc00"])
+def test_a_grammar_with_half_a_surrogate_pair_is_refused(grammar):
+    with pytest.raises(sj.OptionError, match="a grammar: json, schema:SCHEMA"):
+        sj.Sampling(grammar=grammar)
+
+
 def test_methods_and_models_without_grammars_say_so():
     target, _ = tiny_pair()
     json_object = sj.Sampling(grammar="json")
