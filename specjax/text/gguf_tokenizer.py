@@ -297,8 +297,11 @@ def _add_ends(backend: Tokenizer, values: Mapping[str, Any], special: Mapping[st
     wants_bos = values.get("add_bos_token", usual)
     bos = special.get("bos_token") if wants_bos else None
     eos = special.get("eos_token") if values.get("add_eos_token") else None
-    tokens = {name for name in (bos, eos) if name is not None}
-    single = " ".join(filter(None, (bos, "$A", eos)))
-    backend.post_processor = processors.TemplateProcessing(
-        single=single, special_tokens=[(name, backend.token_to_id(name)) for name in sorted(tokens)]
-    )
+    # Under names of ours: of a token's own text, a space or "$" would be template syntax.
+    ends = {name: text for name, text in (("bos", bos), ("eos", eos)) if text is not None}
+    single = " ".join(name for name in ("bos", "$A", "eos") if name in ends or name == "$A")
+    tokens = [
+        {"id": name, "ids": [backend.token_to_id(text)], "tokens": [text]}
+        for name, text in ends.items()
+    ]
+    backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=tokens)

@@ -413,7 +413,9 @@ def _add_bos(backend: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> None
     bos_id = backend.token_to_id(bos)
     if not settings.get("add_bos_token") or bos_id is None or bos_id in backend.encode("").ids:
         return
-    steps = [tokenizers.processors.TemplateProcessing(f"{bos} $A", special_tokens=[(bos, bos_id)])]
+    # Under a name of ours: of the token's own text, a space or "$" would be template syntax.
+    token = {"id": "bos", "ids": [bos_id], "tokens": [bos]}
+    steps = [tokenizers.processors.TemplateProcessing("bos $A", special_tokens=[token])]
     if backend.post_processor is not None:
         steps.insert(0, backend.post_processor)
     backend.post_processor = tokenizers.processors.Sequence(steps)

@@ -368,6 +368,14 @@ def test_special_tokens_may_have_any_characters(file):
     assert tokenizer.decode_with_special(ids[:3]) == "<｜begin▁of▁sentence｜><｜User｜>a"
 
 
+def test_bos_and_eos_may_have_characters_of_a_templates_syntax(file):
+    special = ("<begin of text>", "$0")
+    keys = {"pre": "llama-bpe", "add_bos_token": True, "add_eos_token": True}
+    tokenizer = byte_level(file, keys, special)
+    ids = tokenizer.encode("a")
+    assert [tokenizer.id_to_token(i) for i in ids] == [special[0], "a", special[1]]
+
+
 def test_bloom_splits_texts_as_its_own_file_does(file):
     tokenizer = byte_level(file, {"pre": "bloom"}, ("<s>", "</s>"))
     ours = tokenizers.Tokenizer.from_str(tokenizer.to_json()).pre_tokenizer

@@ -417,6 +417,17 @@ def test_a_broken_tokenizer_is_refused_by_name(tmp_path, file, content, says):
 BOS = "<｜begin▁of▁sentence｜>"
 
 
+@pytest.mark.parametrize("bos", ["<begin of text>", "$0", "<s:1>"])
+def test_bos_may_have_characters_of_a_templates_syntax(backends, tmp_path, bos):
+    backend = tokenizers.Tokenizer.from_str(backends[0].to_str())
+    backend.add_special_tokens([bos])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    settings = {"add_bos_token": True, "bos_token": bos}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    want = [backend.token_to_id(bos), *backends[0].encode("a b").ids]
+    assert Tokenizer.from_directory(tmp_path).encode("a b") == want
+
+
 @pytest.mark.parametrize("writes", ["nothing", "bytes", "bos"])
 @pytest.mark.parametrize("asks", [True, False, None])
 def test_bos_comes_from_the_tokenizers_config_where_no_other_file_adds_it(
