@@ -161,6 +161,8 @@ class _Unsupported(_Strict):
     function_call: _neutral("none", "auto") = None
     modalities: _neutral(["text"]) = None
     priority: _neutral(0) = None
+    detokenize: _neutral(True) = None
+    reasoning_effort: _neutral("none") = None
     # These change no answer, whatever their value.
     user: Annotated[str | None, UNUSED] = None
     store: Annotated[bool | None, UNUSED] = None
@@ -552,13 +554,12 @@ class DetokenizeBody(_Strict):
 
 
 AnyBody = Body | TokenizeBody | DetokenizeBody
-# Fields of OpenAI and vLLM that have no value which asks for nothing.
+# Fields of OpenAI and vLLM that ask for nothing with null, false, and empty values alone.
 UNSUPPORTED = frozenset(
     [
         "audio",
         "prediction",
         "verbosity",
-        "reasoning_effort",
         "web_search_options",
         "moderation",
         "documents",
@@ -571,6 +572,7 @@ UNSUPPORTED = frozenset(
         "prompt_logprobs",
         "truncate_prompt_tokens",
         "mm_processor_kwargs",
+        "return_token_ids",
         "return_tokens_as_token_ids",
         "prompt_embeds",
         "kv_transfer_params",
@@ -578,6 +580,11 @@ UNSUPPORTED = frozenset(
         "prompt_cache_options",
     ]
 )
+
+
+def _asks_for_nothing(value: Any) -> bool:
+    """Null, false, or an empty text, list or object; a number may mean something, even 0."""
+    return value is None or value is False or value in ("", [], {})
 
 
 def read(kind: type[AnyBody], data: bytes | bytearray) -> Any:
@@ -590,10 +597,10 @@ def read(kind: type[AnyBody], data: bytes | bytearray) -> Any:
         value = parse_json(data)
     except ValueError as error:
         raise OptionError(f"the body is {error}") from None
-    if isinstance(value, dict):  # null counts as left out
+    if isinstance(value, dict):
         for name in UNSUPPORTED:
-            if value.get(name, 0) is None:
-                del value[name]
+            if _asks_for_nothing(value.get(name)):
+                value.pop(name, None)
 
     try:
         body = kind.model_validate(value)

@@ -27,6 +27,11 @@ NEUTRAL = {
     "tool_choice": ("none", "required"),
     "functions": ([], [{}]),
     "modalities": (["text"], ["text", "audio"]),
+    "detokenize": (True, False),
+    "reasoning_effort": ("none", "low"),
+    "documents": ([], [{"text": "a"}]),
+    "return_token_ids": (False, True),
+    "prompt_logprobs": (None, 0),
 }
 # Sampling settings: a value that is used, one that is refused, and what the refusal says.
 SETTINGS = {
@@ -53,6 +58,8 @@ HARMLESS = {
     "user": "me",
     "safety_identifier": "me",
     "top_k": -1,
+    "min_p": 0,
+    "response_format": {"type": "text"},
     "stream_options": None,
     "reasoning_effort": None,
     "audio": None,
@@ -88,13 +95,14 @@ def test_what_changes_no_answer_is_not_kept():
 
 def test_fields_that_ask_for_nothing_pass(server):
     fields = HARMLESS | {name: passes for name, (passes, _) in NEUTRAL.items()}
-    nulls = dict.fromkeys([*fields, *sorted(UNSUPPORTED)])
+    nulls = dict.fromkeys([*fields, *UNSUPPORTED])
+    empty = [dict.fromkeys(UNSUPPORTED, value) for value in (False, "", [], {})]
     for path, plain in (
         ("/v1/completions", {"prompt": TEXT, "max_tokens": 2, "temperature": 0}),
         ("/v1/chat/completions", CHAT),
     ):
         wanted = asked(server, plain, path)[1]["choices"]
-        for more in (fields, nulls):
+        for more in (fields, nulls, *empty):
             status, answer = asked(server, plain | more, path)
             assert status == 200, answer
             assert answer["choices"] == wanted
