@@ -104,6 +104,36 @@ def test_an_echo_of_nothing_more_is_the_prompt(server):
     assert plain["text"] == TEXT and plain["logprobs"] is None
 
 
+def test_logprobs_of_0_are_those_of_the_tokens_alone(server):
+    """OpenAI's answer has an entry for each token all the same."""
+    body = {"prompt": TEXT, "max_tokens": 4, "temperature": 0}
+    (choice,) = server.complete(**body, logprobs=0)["choices"]
+    found = choice["logprobs"]
+    for token, value, top in zip(
+        found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True
+    ):
+        assert list(top.values()) == [value] and (token in top or not token)
+    (two,) = server.complete(**body, logprobs=2)["choices"]
+    assert two["logprobs"]["token_logprobs"] == pytest.approx(found["token_logprobs"], abs=1e-4)
+
+
+def test_alternatives_of_a_chat_stream(server, client):
+    messages = [{"role": "user", "content": "x"}]
+    body = {"messages": messages, "max_tokens": 5, "temperature": 0, "model": "tiny"}
+    asked = body | {"logprobs": True, "top_logprobs": 3}
+    (whole,) = client.chat.completions.create(**asked).choices
+    chunks = client.chat.completions.create(**asked, stream=True)
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    found = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+    assert [entry.token for entry in found] == [x.token for x in whole.logprobs.content]
+    assert "".join(choice.delta.content or "" for choice in choices) == whole.message.content
+    for streamed, entry in zip(found, whole.logprobs.content, strict=True):
+        assert [top.token for top in streamed.top_logprobs] == [
+            top.token for top in entry.top_logprobs
+        ]
+        assert len(streamed.top_logprobs) == 3
+
+
 def test_alternatives_are_those_of_the_written_tokens(server, client):
     out = generated(server, max_new_tokens=6, logprobs=True)
     asked = {"model": "tiny", "prompt": TEXT, "temperature": 0, "max_tokens": 6}

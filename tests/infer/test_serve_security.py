@@ -7,19 +7,26 @@ import logging
 import re
 import resource
 import socket
+import struct
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import tokenizers
 
 from infer.serve import bodies, connections
+from infer.serve import server as server_module
 from infer.serve.app import _private_paths
 from infer.serve.bodies import Bodies
+from infer.serve.commands import main
 from infer.serve.log import LOG, RECORDS, Limit, log_format
 from infer.serve.refusals import Refusal, public
-from infer.serve.server import _listening_socket, _shown_name
+from infer.serve.server import BACKLOG, _listening_socket, _shown_name, http_config
 from specjax._util.errors import InputError
+from specjax.text.tokenizer import Tokenizer
+from support.hostile import BACKTRACKING
 from support.pace import slowdown
 from support.serving import TIMEOUT, served_models, serving, until
 
@@ -288,6 +295,19 @@ def test_an_answer_that_nobody_reads(server, monkeypatch):
     assert server.ask("GET", "/health")[0] == 200
 
 
+def test_a_tokenizer_whose_pattern_backtracks_refuses_the_text(models, capfd):
+    """Rust panics there; the request is refused, and the next one is answered."""
+    target, draft = models
+    definition = json.loads(target.tokenizer.to_json()) | {"pre_tokenizer": BACKTRACKING}
+    backend = tokenizers.Tokenizer.from_str(json.dumps(definition))
+    with serving(replace(target, tokenizer=Tokenizer(backend)), draft, *LIMITS) as server:
+        body = {"prompt": "a" * 40 + "b", "max_tokens": 1}
+        status, answer, _ = server.ask("POST", "/v1/completions", body)
+        assert status == 400 and "cannot encode a text" in answer["error"]["message"]
+        assert server.complete(prompt="b", max_tokens=1)["choices"]
+    assert "panicked" not in capfd.readouterr().err
+
+
 # --- the process -------------------------------------------------------------------------------
 
 
@@ -298,6 +318,22 @@ def test_the_log_is_bounded(caplog):
         logger.error("failure %d", i)
     assert len(caplog.records) == RECORDS
     assert "no more messages for up to 60 s" in caplog.records[-1].getMessage()
+
+
+def test_a_server_limits_its_log_before_it_loads_a_model(monkeypatch, capsys):
+    called = []
+    monkeypatch.setattr(server_module, "limit_log", lambda: called.append("limit"))
+    assert main(["--target", "no/such/model", "--port", "0"]) == 2
+    assert called == ["limit"] and "no/such/model" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO of a listener is Linux's")
+def test_few_connections_wait_to_be_accepted():
+    """A flood of them fills the kernel's queue, and the others are not kept."""
+    with _listening_socket("127.0.0.1", 0) as listener:
+        info = listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+    (longest,) = struct.unpack_from("I", info, 28)  # tcpi_sacked: of a listener its backlog
+    assert longest == BACKLOG == http_config(None, 1024, 1, False).backlog
 
 
 def test_two_servers_on_one_port():

@@ -12,6 +12,7 @@ import pytest
 
 from infer.lm_eval.__main__ import main as lm_eval_program
 from infer.serve import server
+from specjax import __main__ as command
 from specjax._util.errors import SpecjaxError
 from support.command_lines import (
     DEMO_PROGRAMS,
@@ -52,6 +53,12 @@ def err(capfd):
 
 
 @pytest.mark.slow
+def test_every_program_has_hostile_command_lines():
+    """But for the adapter of lm-eval, whose command line is that package's own."""
+    modules = {program.module for program in command.PROGRAMS.values()}
+    assert set(PROGRAMS) == modules - {"infer.lm_eval"}
+
+
 @each_program
 def test_the_arguments_of_the_table_are_accepted(name, home, err):
     end = run(PROGRAMS[name], home, err)
