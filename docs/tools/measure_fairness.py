@@ -9,6 +9,9 @@ other. A process of its own asks for ``/health`` twenty times a second, first wh
 happens. The clients have a low priority, because they stand for other machines. At the end the
 script prints the times of ``/health`` and of the small requests, what was not answered, and the
 server's memory over time.
+
+The queue has 1,200 places, because a client gets at most half of those that the others leave free:
+512 rows fit while 56 small requests wait. With the default of 64 they would all be refused.
 """
 
 from __future__ import annotations

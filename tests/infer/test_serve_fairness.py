@@ -1,8 +1,10 @@
 """``python -m infer.serve``: what one client may take, and what the others get meanwhile."""
 
+import ast
 import asyncio
 import concurrent.futures
 import gc
+import re
 import subprocess
 import sys
 import threading
@@ -356,6 +358,21 @@ def test_a_longer_prompt_waits_for_nothing_after_a_warmup(models, monkeypatch):
         for length in (600, 1, 200):
             assert server.complete(prompt=[5] * length, max_tokens=100)["choices"]
         assert rounds._cache_size() == before
+
+
+@pytest.mark.slow
+def test_clients_that_mean_it_ill_keep_nobody_from_being_served():
+    """A short run of the tool behind the figures of docs/server.md, in processes of its own."""
+    tool = [sys.executable, "docs/tools/measure_fairness.py", "--minutes", "0.5", "--clients", "16"]
+    done = subprocess.run(tool, check=True, capture_output=True, text=True, cwd=ROOT)
+    counts = ast.literal_eval(re.search(r"^counts: (.*)$", done.stdout, re.M)[1])
+    small = {kind for kind in counts if kind.startswith("small")}
+    assert small == {"small: 200"}, counts
+    assert {kind for kind in counts if kind.startswith("1 MB")} == {"1 MB: 400"}, counts
+    assert counts["512 rows: 200"] >= 1 and counts["new method: 200"] >= 1, counts
+    loaded = re.search(r"^/health under load: .*, ([\d.]+) at the 99th", done.stdout, re.M)
+    assert float(loaded[1]) < 1000 * slowdown(), "a text of 1 MB once took 600 ms of the loop"
+    assert "ended with 0" in done.stdout and "Traceback" not in done.stdout
 
 
 def test_a_client_that_leaves_frees_its_longer_prompt(server, monkeypatch):
