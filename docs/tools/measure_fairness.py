@@ -11,7 +11,7 @@ script prints the times of ``/health`` and of the small requests, what was not a
 server's memory over time.
 
 The queue has 1,200 places, because a client gets at most half of those that the others leave free:
-512 rows fit while 56 small requests wait. With the default of 64 they would all be refused.
+512 rows fit while 56 small requests wait. With the default of 512 they would all be refused.
 """
 
 from __future__ import annotations
