@@ -15,9 +15,9 @@ nobody else touches its scheduler. If another queue waits for a scheduler, the l
 drains: it starts no new requests, and gives up its scheduler when it is empty.
 
 A variant is *new* until a row of it has ended: it has programs to compile. One new variant runs at
-a time, and the others wait (:class:`Programs`). A request whose length is new (:data:`LengthKey`)
-needs further programs of its variant. It is held back until a worker has compiled them aside, so
-that the variant's other requests go on.
+a time, and the others wait (:class:`Programs`). A request whose :class:`Shape` is new needs further
+programs of its variant. It is held back until a worker has compiled them aside, so that the
+variant's other requests go on.
 
 A *row* is one completion of a submission: a prompt with ``n`` samples has ``n`` rows. This file
 does not know HTTP, JSON or OpenAI's protocol.
@@ -41,7 +41,7 @@ from infer.scoring import PromptScores
 from infer.serve.fairness import QueueFull, RoundRobinQueue, fits
 from infer.serve.hosts import Followers
 from infer.serve.log import LOG
-from infer.serve.programs import LengthKey, Programs
+from infer.serve.programs import Programs, Shape
 from infer.serve.schemas import Body
 from specjax._util.memory import return_memory
 from specjax.core.protocols import Method
@@ -85,10 +85,16 @@ class Variant:
         """Two variants with equal values run the same compiled programs."""
         return self.engine.method, self.logprobs
 
-    def length_key(self, request: Request) -> LengthKey | None:
-        """What a request's length decides about its programs; None if they compile where it runs.
+    def shape(
+        self, request: Request, kinds: frozenset[str], batch_kinds: frozenset[str]
+    ) -> Shape | None:
+        """What a request decides about its programs; None if they compile where it runs.
 
         Then the capacity is the same for all requests, or the costs of rounds are measured.
+
+        Args:
+          kinds: those of its settings.
+          batch_kinds: those that the batch has had before.
         """
         engine = self.engine
         if engine.method.needs_full_length or engine.auto_length:
@@ -97,7 +103,8 @@ class Variant:
         chunk = 0  # a prompt's last token is not prefilled
         if length > 1:
             chunk = engine.chunk_size(length, engine.data_parallel_size)
-        return bucket(length + engine.method.round_positions), chunk
+        capacity = bucket(length + engine.method.round_positions)
+        return Shape(capacity, chunk, kinds, kinds | batch_kinds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +121,7 @@ class Submission:
     ``on_output`` is called with the number of a row and its next piece, or with the error that
     ended it. The engine's thread calls it, so it must return at once. If ``scored`` is set, the
     last piece of each row is a :class:`ScoredPiece`. Rows of different ``client`` take turns.
-    ``body`` is what the client sent.
+    ``body`` is what the client sent, ``kinds`` those of the sampling settings.
     """
 
     variant: Variant
@@ -129,10 +136,12 @@ class Submission:
     client: Hashable = None
     body: Body | None = None
     arrived: float = dataclasses.field(default_factory=time.perf_counter)
+    kinds: frozenset[str] = dataclasses.field(init=False)
     _rows: list[Request] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         """Makes the requests here and not where they are queued, which all clients wait for."""
+        self.kinds = self.variant.engine.kinds(self.sampling)
         constraints = [{}] * len(self.prompts)
         rows = make_rows(
             self.variant.engine.target,
@@ -194,12 +203,14 @@ class VariantQueue:
         self.variant = variant
         self.number = number
         self.waiting: RoundRobinQueue[Request] = RoundRobinQueue()
-        # Requests that wait until programs for their length are compiled, with their clients.
+        # Requests that wait until programs for their shape are compiled, with their clients.
         self.held: list[tuple[Hashable, Request]] = []
         self.dropped: set[int] = set()  # ids of canceled requests that the scheduler still has
         self.working = False  # a worker polls it; nobody else may touch its scheduler
         self.draining = False  # it starts no new requests, because another queue waits to run
         self.scheduler: Scheduler | None = None
+        # One request for each combination of kinds of settings that the scheduler has had.
+        self.examples: dict[frozenset[str], Request] = {}
         self.opened = 0.0
         self._polls: Iterator[list[Piece]] | None = None
 
@@ -217,6 +228,11 @@ class VariantQueue:
     def busy(self) -> bool:
         """Whether any of its requests waits or runs."""
         return self.working or self.can_poll or len(self.held) > 0
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """The kinds of settings that its scheduler's batch has had."""
+        return frozenset().union(*self.examples)
 
     def release(self, is_ready: Callable[[Request], bool]) -> None:
         """Lets held requests wait for a batch slot that are ready for one."""
@@ -243,6 +259,7 @@ class VariantQueue:
     def close(self) -> None:
         """Removes its scheduler, which frees the memory of its batch slots."""
         self.scheduler = None
+        self.examples = {}
         self._polls = None
         self.draining = False
 
@@ -270,11 +287,16 @@ class VariantQueue:
 
 @dataclasses.dataclass(eq=False)
 class Compilation:
-    """Programs for requests of some length, which a worker compiles beside the running ones."""
+    """Programs for requests of some shape, which a worker compiles beside the running ones.
+
+    ``batch`` and ``capacity`` are of the batch that a request joins, as in :func:`warm_up_aside`.
+    """
 
     variant: Variant
     request: Request
-    length_key: LengthKey
+    shape: Shape
+    batch: Sequence[Request] = ()
+    capacity: int = 0
 
 
 @dataclasses.dataclass
@@ -399,18 +421,18 @@ class EngineThread:
         """
         variant = submission.variant
         request = submission.requests(0)[0]
-        length_key = variant.length_key(request)
-        if self._workers == 1 or length_key is None:
+        kinds = submission.kinds
+        shape = variant.shape(request, kinds, kinds)
+        if self._workers == 1 or shape is None:
             return
         engine = variant.engine
-        capacity, _ = length_key
-        longest = min(self._bounds.prompt, capacity - engine.method.round_positions)
+        longest = min(self._bounds.prompt, shape.capacity - engine.method.round_positions)
         jobs = {}
         for chunk in chunk_sizes(engine.chunk_size(longest, engine.data_parallel_size)):
             tokens = np.zeros(min(chunk, longest), np.int32)
             example = dataclasses.replace(request, tokens=tokens)
-            length_key = variant.length_key(example)
-            jobs[length_key] = Compilation(variant, example, length_key)
+            shape = variant.shape(example, kinds, kinds)
+            jobs[shape] = Compilation(variant, example, shape)
         with self._change:
             self._ahead.extend(jobs.values())
             self._change.notify()
@@ -600,26 +622,34 @@ class EngineThread:
                 queue.held.append((client, request))
                 continue
             self._count_out(client, 1)
+            submission, _ = self._owners[request.request_id]
+            queue.examples.setdefault(submission.kinds, request)
             return request
         return None
 
-    # --- programs for further lengths ----------------------------------------------------------
+    # --- programs for further lengths and settings -----------------------------------------------
 
     def _must_wait_for_programs(self, queue: VariantQueue, request: Request) -> bool:
-        """Whether a request would compile programs for its length while others run."""
+        """Whether a request would compile programs for its shape while others run."""
         key = queue.variant.programs
-        if self._is_compiled(queue, request):
+        shape = self._shape(queue, request)
+        if shape is None or self._programs.has_shape(key, shape):
             return False
         if self._workers > 1 and not self._programs.is_new(key):
             return True
         # They compile where it runs.
-        self._programs.add_length(key, queue.variant.length_key(request))
+        self._programs.add_shape(key, shape)
         return False
 
+    def _shape(self, queue: VariantQueue, request: Request) -> Shape | None:
+        """The shape of a request that joins the queue's batch."""
+        submission, _ = self._owners[request.request_id]
+        return queue.variant.shape(request, submission.kinds, queue.kinds)
+
     def _is_compiled(self, queue: VariantQueue, request: Request) -> bool:
-        """Whether the programs for a request's length have been compiled."""
-        length_key = queue.variant.length_key(request)
-        return length_key is None or self._programs.has_length(queue.variant.programs, length_key)
+        """Whether the programs for a request's shape have been compiled."""
+        shape = self._shape(queue, request)
+        return shape is None or self._programs.has_shape(queue.variant.programs, shape)
 
     def _next_compilation(self) -> Compilation | None:
         """Programs for the request that has been held back for longest, of one queue.
@@ -629,17 +659,24 @@ class EngineThread:
         with self._change:
             for queue in self._queues.values():
                 for _, request in queue.held:
-                    length_key = queue.variant.length_key(request)
-                    assert length_key is not None, "a request of any other length is not held"
-                    return Compilation(queue.variant, request, length_key)
+                    return self._compilation_for(queue, request)
             while self._ahead:
                 job = self._ahead.popleft()
                 key = job.variant.programs
-                if not (
-                    self._programs.is_new(key) or self._programs.has_length(key, job.length_key)
-                ):
+                if not (self._programs.is_new(key) or self._programs.has_shape(key, job.shape)):
                     return job
         return None
+
+    def _compilation_for(self, queue: VariantQueue, request: Request) -> Compilation:
+        """What a request that is held back needs."""
+        shape = self._shape(queue, request)
+        assert shape is not None, "a request without a shape is not held back"
+        if queue.scheduler is None or shape.kinds == shape.batch_kinds == queue.kinds:
+            return Compilation(queue.variant, request, shape)
+        # The batch's rounds change with the request's settings, so they compile as well.
+        changes = shape.batch_kinds != queue.kinds
+        capacity = queue.scheduler.capacity if changes else 0
+        return Compilation(queue.variant, request, shape, tuple(queue.examples.values()), capacity)
 
     def _compile(self, job: Compilation) -> None:
         """Compiles programs in a worker."""
@@ -649,18 +686,20 @@ class EngineThread:
             self._size,
             self._bounds,
             job.request,
+            job.batch,
+            job.capacity,
             logprobs=variant.logprobs,
             prefixes=variant.prefixes,
         )
 
     def _finish_compilation(self, job: Compilation, error: Exception | None) -> None:
-        """Lets the requests of that length run. If it failed, they fail where they run."""
+        """Lets the requests of that shape run. If it failed, they fail where they run."""
         self._compilation = None
         if error is not None:
             LOG.error("compiling method %s failed", job.variant.name, exc_info=error)
         key = job.variant.programs
         with self._change:
-            self._programs.add_length(key, job.length_key)
+            self._programs.add_shape(key, job.shape)
             for queue in self._queues.values():  # one for each of their settings
                 if queue.variant.programs == key:
                     queue.release(functools.partial(self._is_compiled, queue))

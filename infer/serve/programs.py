@@ -7,6 +7,7 @@ Clients choose them freely. So only few may wait to compile, and only few stay i
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable
+from typing import NamedTuple
 
 from infer.serve.fairness import fits
 from specjax.core.protocols import Method
@@ -16,9 +17,22 @@ MAX_NEW = 8  # variants that wait to compile, or do so
 MAX_COMPILED = 6  # variants whose programs stay in memory, unless more have a scheduler
 
 Key = tuple[Method, bool]  # the method, and whether it returns log-probabilities
-# What a request's length decides about programs: its first cache positions, and the tokens of its
-# largest prefill chunk, 0 if nothing is prefilled.
-LengthKey = tuple[int, int]
+
+
+class Shape(NamedTuple):
+    """What a request decides about programs. Requests of one shape run the same ones.
+
+    Attributes:
+      capacity: its first cache positions.
+      chunk: tokens of its largest prefill chunk, 0 if nothing is prefilled.
+      kinds: of its sampling settings (``Engine.kinds``).
+      batch_kinds: the kinds that the batch has once the request has joined it.
+    """
+
+    capacity: int
+    chunk: int
+    kinds: frozenset[str] = frozenset()
+    batch_kinds: frozenset[str] = frozenset()
 
 
 class TooManyNew(Exception):
@@ -32,7 +46,7 @@ class Programs:
         self._new: dict[Key, Hashable] = {}  # with the client that asked first
         self._compiled: dict[Key, None] = {}  # the one that was used longest ago comes first
         self._begun: set[Key] = set()  # what may have programs, whether a row has ended or not
-        self._lengths: dict[Key, set[LengthKey]] = {}  # whose programs have been compiled
+        self._shapes: dict[Key, set[Shape]] = {}  # whose programs have been compiled
         self._pinned: set[Key] = set()
         self._freed = False  # whether there may be memory to give back
 
@@ -65,17 +79,22 @@ class Programs:
         self._compiled.pop(key, None)
         self._compiled[key] = None
 
-    def has_length(self, key: Key, length_key: LengthKey) -> bool:
-        """Whether the variant's programs for requests of this length have been compiled."""
-        return key in self._pinned or length_key in self._lengths.get(key, ())
+    def has_shape(self, key: Key, shape: Shape) -> bool:
+        """Whether the variant's programs for requests of this shape have been compiled."""
+        if key in self._pinned and not shape.batch_kinds:
+            return True
+        return shape in self._shapes.get(key, ())
 
-    def add_length(self, key: Key, length_key: LengthKey) -> None:
-        """Notes that the programs for this length are compiled, or will be at once."""
+    def add_shape(self, key: Key, shape: Shape) -> None:
+        """Notes that the programs for this shape are compiled, or will be at once."""
         self._freed = True  # compiling takes more than it leaves
-        self._lengths.setdefault(key, set()).add(length_key)
+        self._shapes.setdefault(key, set()).add(shape)
 
     def pin(self, key: Key) -> None:
-        """Keeps the variant's programs for ever; those for all lengths have been compiled."""
+        """Keeps the variant's programs for ever.
+
+        Those for all lengths have been compiled, without kinds of sampling settings.
+        """
         self._freed = True
         self._pinned.add(key)
 
@@ -106,9 +125,9 @@ class Programs:
         if forgotten:
             forget(forgotten, in_use)
             self._freed = True
-        self._lengths = {
-            key: lengths
-            for key, lengths in self._lengths.items()
+        self._shapes = {
+            key: shapes
+            for key, shapes in self._shapes.items()
             if key in self._compiled or key in self._new
         }
         freed = self._freed

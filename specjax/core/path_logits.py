@@ -84,7 +84,8 @@ def begin_counts(inputs: Inputs, state: DecodeState) -> TokenCounts | None:
     in_prompt = at < state.prompt_length[:, None]
     is_new = ~in_prompt & (at < state.length[:, None])
 
-    base = jnp.where(settings.only_biased, probs.NEVER, 0.0)[:, None]
+    # Of a firm type: Python's 0.0 would give the first state of a batch programs of its own.
+    base = jnp.where(settings.only_biased, probs.NEVER, jnp.float32(0))[:, None]
     # A padding id is moved out of range, where a scatter drops it: −1 would be the last id.
     place = jnp.where(settings.bias_ids == NO_TOKEN, shape[1], settings.bias_ids)
     bias = jnp.broadcast_to(base, shape).at[row, place].set(settings.biases, mode="drop")

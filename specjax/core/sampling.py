@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -117,6 +117,21 @@ class Sampling:
         return tuple(name for name in others if self._differs((name,)))
 
     @property
+    def kinds(self) -> frozenset[str]:
+        """What the settings need of a program. Grammars do not count.
+
+        Requests join a running batch without compiling anything if it has had these kinds before.
+        """
+        kinds = {"cutoffs"} if self.has_cutoffs else set()
+        if self.path_settings:
+            kinds.add("path")
+            sizes = _PathSizes().at_least_for([self])
+            for name, size, usual in zip(sizes._fields, sizes, _PathSizes(), strict=True):
+                if size > usual:
+                    kinds.add(f"{name}: {size}")
+        return frozenset(kinds)
+
+    @property
     def as_given(self) -> dict[str, Any]:
         """Temperature, top-k, top-p, and every other setting that is not at its default."""
         others = (name for name in CHECKS if name not in _WARP and self._differs((name,)))
@@ -157,15 +172,16 @@ _DEFAULT = Sampling()
 def stacked(rows: Sequence[Sampling], like: Warp | None = None) -> Warp:
     """The settings of each row as arrays.
 
-    What no row uses is None, and costs nothing. What ``like`` has is there in any case, so that
-    both have the same program.
+    What no row uses is None, and costs nothing. What ``like`` has is there in any case, and lists
+    are at least as long as there, so that both have the same program.
     """
     cutoffs = None
     if any(row.has_cutoffs for row in rows) or (like and like.cutoffs):
         cutoffs = Cutoffs(**{name: _floats(rows, name) for name in _CUTOFFS})
     path = None
     if any(row.path_settings for row in rows) or (like and like.path):
-        path = _path_settings(rows)
+        least = _PathSizes.of(like.path) if like and like.path else _PathSizes()
+        path = _path_settings(rows, least)
     return Warp(
         jnp.array([row.temperature for row in rows], jnp.float32),
         jnp.array([row.top_k for row in rows], jnp.int32),
@@ -178,14 +194,43 @@ def stacked(rows: Sequence[Sampling], like: Warp | None = None) -> Warp:
 def with_path_settings(inputs: Inputs) -> Inputs:
     """Inputs of rows that have no settings of paths, with arrays for them that change nothing."""
     rows = [_DEFAULT] * inputs.warp.temperature.shape[0]
-    return inputs.replace(warp=inputs.warp.replace(path=_path_settings(rows)))
+    return inputs.replace(warp=inputs.warp.replace(path=_path_settings(rows, _PathSizes())))
 
 
-def _path_settings(rows: Sequence[Sampling]) -> PathSettings:
+class _PathSizes(NamedTuple):
+    """The lengths of the lists in path settings: the usual ones, unless others are given."""
+
+    biases: int = USUAL_BIASES
+    words: int = USUAL_WORDS
+    word_length: int = USUAL_WORD_LENGTH
+    breakers: int = USUAL_STOP_IDS
+    stop_ids: int = USUAL_STOP_IDS
+
+    @classmethod
+    def of(cls, path: PathSettings) -> _PathSizes:
+        """Those of settings that are arrays."""
+        _, words, word_length = path.bad_words.shape
+        breakers = path.dry_breakers.shape[1]
+        stop_ids = path.stop_ids.shape[1]
+        return cls(path.bias_ids.shape[1], words, word_length, breakers, stop_ids)
+
+    def at_least_for(self, rows: Sequence[Sampling]) -> _PathSizes:
+        """These sizes, or larger ones if a row needs them."""
+        needs = [
+            max(len(_all_biases(row)) for row in rows),
+            max(len(row.bad_words) for row in rows),
+            max((len(word) for row in rows for word in row.bad_words), default=0),
+            max(len(row.dry_sequence_breakers) for row in rows),
+            max(len(row.stop_token_ids) for row in rows),
+        ]
+        return _PathSizes(*map(_size, needs, self))
+
+
+def _path_settings(rows: Sequence[Sampling], least: _PathSizes) -> PathSettings:
+    sizes = least.at_least_for(rows)
     biases = [_all_biases(row) for row in rows]
-    words = _padded([row.bad_words for row in rows], (), USUAL_WORDS)
-    longest = max(len(word) for row in words for word in row)
-    length = _size(longest, USUAL_WORD_LENGTH)
+    words = _padded([row.bad_words for row in rows], (), sizes.words)
+    length = sizes.word_length
     # Words end at the last place, where the banned token is.
     aligned = [[(NO_TOKEN,) * (length - len(word)) + word for word in row] for row in words]
     decays = [row.exponential_decay_length_penalty or (0, 1.0) for row in rows]
@@ -198,15 +243,15 @@ def _path_settings(rows: Sequence[Sampling]) -> PathSettings:
         dry_multiplier=_floats(rows, "dry_multiplier"),
         dry_base=_floats(rows, "dry_base"),
         dry_allowed_length=_whole_numbers(rows, "dry_allowed_length"),
-        dry_breakers=jnp.asarray(_padded(breakers, NO_TOKEN, USUAL_STOP_IDS), jnp.int32),
+        dry_breakers=jnp.asarray(_padded(breakers, NO_TOKEN, sizes.breakers), jnp.int32),
         bad_words=jnp.asarray(np.array(aligned, np.int32)),
-        bias_ids=_column(biases, 0, NO_TOKEN, jnp.int32),
-        biases=_column(biases, 1, 0.0, jnp.float32),
+        bias_ids=_column(biases, 0, NO_TOKEN, jnp.int32, sizes.biases),
+        biases=_column(biases, 1, 0.0, jnp.float32, sizes.biases),
         only_biased=jnp.array([row.allowed_token_ids is not None for row in rows]),
         min_tokens=_whole_numbers(rows, "min_tokens"),
         ignore_eos=jnp.array([row.ignore_eos for row in rows]),
         stop_ids=jnp.asarray(
-            _padded([row.stop_token_ids for row in rows], NO_TOKEN, USUAL_STOP_IDS), jnp.int32
+            _padded([row.stop_token_ids for row in rows], NO_TOKEN, sizes.stop_ids), jnp.int32
         ),
         decay_start=jnp.array([start for start, _ in decays], jnp.int32),
         decay_factor=jnp.array([factor for _, factor in decays], jnp.float32),
@@ -222,14 +267,13 @@ def _all_biases(row: Sampling) -> list[tuple[int, float]]:
     return list(bias.items())
 
 
-def _column(rows: Sequence[Sequence[tuple]], index: int, fill: Any, dtype: Any):
+def _column(rows: Sequence[Sequence[tuple]], index: int, fill: Any, dtype: Any, size: int):
     values = [[pair[index] for pair in row] for row in rows]
-    return jnp.asarray(np.array(_padded(values, fill, USUAL_BIASES)), dtype)
+    return jnp.asarray(np.array(_padded(values, fill, size)), dtype)
 
 
-def _padded(rows: Sequence[Sequence[Any]], fill: Any, usual: int) -> list[list[Any]]:
-    """Rows of one length, that of :func:`_size` for the longest of them."""
-    size = _size(max(map(len, rows)), usual)
+def _padded(rows: Sequence[Sequence[Any]], fill: Any, size: int) -> list[list[Any]]:
+    """Rows of one length."""
     return [[*row, *[fill] * (size - len(row))] for row in rows]
 
 

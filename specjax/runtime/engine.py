@@ -87,6 +87,14 @@ class Engine:
         check_method(self.method)
         return make_automaton(*self._grammar(sampling))
 
+    def kinds(self, sampling: Sampling) -> frozenset[str]:
+        """What the settings need of a program, as :attr:`Sampling.kinds`, with tables of grammars.
+
+        A grammar that is no table needs programs of the host's rounds, which are not counted.
+        """
+        tables = {"grammar tables"} if self.automaton(sampling) is not None else set()
+        return sampling.kinds | tables
+
     def _grammar(self, sampling: Sampling) -> tuple[str, Tokenizer | None, int, tuple[int, ...]]:
         """A grammar, and the tokens that may spell and end it."""
         target = self.target

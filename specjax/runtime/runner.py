@@ -91,6 +91,12 @@ class BatchRunner:
         return self._state
 
     @property
+    def capacity(self) -> int:
+        """The state's cache positions, 0 if there is none; any thread may ask."""
+        state = self._state  # which the thread that decodes may replace at any time
+        return 0 if state is None else state.capacity
+
+    @property
     def inputs(self) -> Inputs:
         """What rounds read. There is none before a request has been started."""
         assert self._inputs is not None, "no request has been started"

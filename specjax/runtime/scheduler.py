@@ -139,6 +139,11 @@ class Scheduler:
         """The share of batch slots that were running, over all rounds."""
         return self._results.occupancy
 
+    @property
+    def capacity(self) -> int:
+        """Cache positions of each batch slot, 0 if there is no batch; any thread may ask."""
+        return self._runner.capacity
+
     def run(self, requests: Iterable[Request | None], rounds: int) -> Iterator[Piece]:
         """Decodes all requests, and polls at least every ``rounds`` rounds.
 

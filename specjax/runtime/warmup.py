@@ -32,9 +32,19 @@ def warm_up(
 
 
 def warm_up_aside(
-    engine: Engine, size: int, bounds: Bounds, request: Request, *, logprobs: bool, prefixes: int
+    engine: Engine,
+    size: int,
+    bounds: Bounds,
+    request: Request,
+    batch: Sequence[Request] = (),
+    capacity: int = 0,
+    *,
+    logprobs: bool,
+    prefixes: int,
 ) -> None:
-    """Compiles what a request of this length adds to a running batch, in a state of its own.
+    """Compiles what a request of this length and these settings adds to a running batch.
+
+    It has a state of its own.
 
     A thread may call it while another one decodes with the same engine, which then finds the
     programs compiled. For the time of the call there is a second state of ``size`` rows.
@@ -42,9 +52,12 @@ def warm_up_aside(
     Args:
       size, bounds, logprobs, prefixes: those of the scheduler that decodes.
       request: its prompt is read, and nothing of it decoded.
+      batch: one request for each combination of kinds of settings (:meth:`Engine.kinds`) that the
+        running batch has had.
+      capacity: the cache positions of the running batch; 0: there is none.
     """
     scheduler = Warmup(engine, size, Sampling(), bounds, logprobs=logprobs, prefixes=prefixes)
-    scheduler.join_batch(request)
+    scheduler.join_batch(request, batch, capacity)
 
 
 def warm_up_all_lengths(
@@ -109,16 +122,32 @@ class Warmup(Scheduler):
                 self._runner.resize_one_step(capacity)
                 self._run_programs_of_bucket()
 
-    def join_batch(self, request: Request) -> None:
-        """Compiles what runs if the request joins a batch of short ones, or starts a batch."""
+    def join_batch(
+        self, request: Request, batch: Sequence[Request] = (), capacity: int = 0
+    ) -> None:
+        """Compiles what runs if the request joins a batch, or starts one.
+
+        Args:
+          batch: requests with the kinds of settings that the batch has had; () for those of
+            ``request``.
+          capacity: the batch's cache positions, if they are more than the request needs.
+        """
         self._prefill.warm_up(request, self._prefill_chunk(request))
         short = dataclasses.replace(request, tokens=request.tokens[:1])
-        self._runner.start_empty(short)
+        for other in batch or [request]:  # the runner keeps the kinds of those before
+            self._runner.start_empty(dataclasses.replace(short, sampling=other.sampling))
         smallest = self._runner.state.capacity
+        needed = smallest
         if self._runner.fixed_capacity is None:
-            longest = len(request.tokens) + self._engine.method.round_positions
-            self._runner.resize(bucket(longest))
+            needed = bucket(len(request.tokens) + self._engine.method.round_positions)
+            self._runner.resize(max(needed, capacity))
+        if batch:
+            self._fill_slots_of_bucket()  # the request joins, and brings its kinds of settings
+            self._runner.set_inputs([short] * self._size)
         self._run_programs_of_bucket()
+        if self._runner.state.capacity > needed:
+            self._runner.resize(needed)
+            self._run_programs_of_bucket()
         self._runner.resize(smallest)
         if self.prefills_together:
             self._runner.start_batch_like(request)
@@ -146,8 +175,12 @@ class Warmup(Scheduler):
     def _run_programs_of_bucket(self) -> None:
         """Fills a batch slot on each device, and runs no round."""
         if self._prefill.started:
-            slots_per_device = self._size // self._engine.data_parallel_size
-            self._runner.fill_slots(self._prefill, range(0, self._size, slots_per_device))
+            self._fill_slots_of_bucket()
         if not self._engine.method.host_driven:
             known_done = np.zeros(self._size, bool)
             self._runner.run_rounds(0, known_done, requests=[None] * self._size)
+
+    def _fill_slots_of_bucket(self) -> None:
+        """Fills a batch slot on each device."""
+        slots_per_device = self._size // self._engine.data_parallel_size
+        self._runner.fill_slots(self._prefill, range(0, self._size, slots_per_device))

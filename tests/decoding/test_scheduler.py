@@ -77,7 +77,8 @@ LIMITS = Bounds(300, 400)
 def traces(engine):
     """How often each program of a method has been traced."""
     kinds = [loop.empty_state, loop.begin_prefill, loop.prefill_chunks, loop.fill_slots]
-    kinds += [loop.run_rounds, loop.prefill_prompts, loop.resize_state]
+    kinds += [loop.run_rounds, loop.prefill_prompts, loop.resize_state, loop.with_counts]
+    kinds += [loop.with_grammar_states]
     counts = {}
     for kind in kinds:
         for key, program in kind.made.get(engine.method, {}).items():
@@ -111,6 +112,53 @@ def test_a_longer_request_compiles_nothing_that_was_compiled_aside(target):
     assert warm != before
     assert decoded(running, short, long[0]) == {0: 40, 1: 3}
     assert decoded(running, *long) == {1: 3, 2: 3}
+    assert traces(engine) == warm
+
+
+PENALTY = sj.Sampling(presence_penalty=0.5)
+MIN_P = sj.Sampling(min_p=0.1)
+LONG_LIST = sj.Sampling(bad_words=tuple((token,) for token in range(20)))
+
+
+@pytest.mark.parametrize(
+    ("before", "settings"),
+    [
+        ([], PENALTY),
+        ([], MIN_P),
+        ([PENALTY], MIN_P),
+        ([MIN_P], sj.Sampling(min_p=0.2, min_tokens=1)),
+        ([PENALTY], LONG_LIST),
+        ([LONG_LIST], PENALTY),
+        ([PENALTY], sj.Sampling()),
+    ],
+    ids=[
+        "penalty",
+        "min_p",
+        "min_p beside a penalty",
+        "a minimum beside min_p",
+        "many words beside a penalty",
+        "a penalty beside many words",
+        "nothing beside a penalty",
+    ],
+)
+def test_a_request_of_other_settings_compiles_nothing_that_was_compiled_aside(
+    target, before, settings
+):
+    """Nor do the requests beside it, whose rounds change with it."""
+    engine = make_engine(target, None, sj.method("autoregressive"), {})
+    loop.forget(engine.method)
+    running = Scheduler(engine, 3, sj.Sampling(), LIMITS, prefixes=2)
+
+    def of(sampling, length, budget, number):
+        return dataclasses.replace(a_request(length, budget, number), sampling=sampling)
+
+    batch = [of(sampling, 3, 40, i) for i, sampling in enumerate([sj.Sampling(), *before])]
+    decoded(running, of(sj.Sampling(), 130, 4, 9), *batch)  # a capacity above the new one's
+    capacity = running.capacity
+    new = of(settings, 4, 30, 5)
+    warm_up_aside(engine, 3, LIMITS, new, batch, capacity, logprobs=False, prefixes=2)
+    warm = traces(engine)
+    assert decoded(running, batch[0], new) == {0: 40, 5: 30}
     assert traces(engine) == warm
 
 

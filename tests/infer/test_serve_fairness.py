@@ -290,7 +290,7 @@ def test_a_method_that_failed_leaves_nothing_in_memory(server, monkeypatch):
 
 
 class CompilingAside:
-    """Compilations for longer prompts, which wait until ``end`` is set."""
+    """Compilations for other lengths and settings, which wait until ``end`` is set."""
 
     def __init__(self, fails=False):
         self.calls = 0
@@ -325,6 +325,41 @@ def test_a_longer_prompt_compiles_aside(server, pool, monkeypatch, length, fails
     texts = {one.result()[1]["choices"][0]["text"] for one in (ask, again)}
     texts.add(server.complete(**long)["choices"][0]["text"])
     assert len(texts) == 1 and compiling.calls == 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"presence_penalty": 0.5},
+        {"min_p": 0.1, "temperature": 1},
+        {"structured_outputs": {"regex": "[ab]{3}"}},
+        {"bad_words": ["import"] * 20},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_settings_that_a_batch_has_not_had_compile_aside(models, pool, monkeypatch, settings):
+    """Other requests of its method go on, and afterwards nothing is left to compile."""
+    compiling = CompilingAside()
+    monkeypatch.setattr(engine_thread, "warm_up_aside", compiling)
+    with serving(*models, *LIMITS) as server:
+        plain = {"prompt": "a", "max_tokens": 4}
+        server.complete(**plain)
+        submission = server.admission.make_submission(CompletionBody(**plain), print)
+        method = submission.variant.engine.method
+        ask = pool.submit(server.ask, "POST", "/v1/completions", plain | settings)
+        until(lambda: compiling.calls)
+        for _ in range(3):
+            assert server.complete(**plain)["choices"]
+        assert not ask.done() and server.engine.num_waiting == 1
+        compiling.end.set()
+        until(lambda: server.engine._compilation is None)
+        programs = [loop.run_rounds(method), loop.fill_slots(method)]
+        compiled = [program._cache_size() for program in programs]
+        assert ask.result()[0] == 200
+        for body in (plain, plain | settings, plain):
+            assert server.complete(**body)["choices"]
+        assert [program._cache_size() for program in programs] == compiled
+        assert compiling.calls == 2, "for the new settings, and for none beside them"
 
 
 def test_what_short_prompts_run_is_compiled_ahead(models, monkeypatch):
