@@ -16,6 +16,7 @@ from infer.bench.text_quality import LOSSLESS, UNKNOWN, kl_to_target, was_tested
 from infer.bench.timed_cases import Result
 from infer.reporting import fill
 from specjax.core.types import FROM_DRAFT, FROM_TARGET
+from support.scripted import ids_of, save_writer, strip_tokenizer
 
 PROMPTS = [[1, 2, 3], [4], [7, 7, 5]]
 SAMPLED = sj.Sampling(0.8, 0, 0.9)
@@ -144,6 +145,7 @@ TASK = {
     "entry_point": "double",
     "test": "def check(f):\n    assert f(4) == 8\n    assert f(0) == 0\n",
 }
+WRONG = "def check(f):\n    assert f(4) == 9\n"
 
 
 def test_bench_runs_tests_only_when_asked(tiny_pair_dirs, tmp_path, monkeypatch, capsys):
@@ -176,6 +178,27 @@ def test_bench_runs_tests_only_when_asked(tiny_pair_dirs, tmp_path, monkeypatch,
         assert row["rouge_l"] is not None and row["kl"] == LOSSLESS
         assert row["joules_per_token"] == UNKNOWN or row["joules_per_token"] > 0
         assert row["target_calls_per_token"] == 1
+
+
+def test_a_right_answer_passes_whatever_spaces_the_decoder_strips(tmp_path, capsys):
+    """It is indented by four spaces, the first of which a decoder of Llama 2's kind would strip."""
+    words = ("▁▁▁▁", "return", "▁x", "▁*", "▁2")
+    tokenizer = strip_tokenizer(*words)
+    (eos,) = ids_of(tokenizer, "</s>")
+    # It follows the prompt's last token, a line break.
+    save_writer(tmp_path / "model", tokenizer, ids_of(tokenizer, "<0x0A>", *words), eos)
+    tasks = [TASK | {"task_id": "right"}, TASK | {"task_id": "wrong", "test": WRONG}]
+    rows = {}
+    for task in tasks:
+        file = tmp_path / f"{task['task_id']}.jsonl"
+        file.write_text(json.dumps(task) + "\n")
+        asked = ["--target", str(tmp_path / "model"), "--prompts", str(file), "--no-curve"]
+        asked += ["--methods", "autoregressive,lookup", "--greedy-only", "--repeats", "1"]
+        asked += ["--max-new-tokens", "20", "--run-tests", "--unsafe", "--json"]
+        assert bench.main(asked) == 0
+        found = json.loads(capsys.readouterr().out)["rows"]
+        rows[task["task_id"]] = [row["pass_at_1"] for row in found]
+    assert rows == {"right": [1, 1], "wrong": [0, 0]}
 
 
 def test_references_of_every_format():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import tokenizers
 
 import specjax as sj
 from specjax.models import ModelConfig, init_params
+from specjax.models.hf.write import save_pretrained
 from specjax.text.tokenizer import Tokenizer
 
 BYTES = [f"<0x{i:02X}>" for i in range(256)]
@@ -38,6 +41,17 @@ def ids_of(tokenizer: Tokenizer, *pieces: str) -> list[int]:
 
 def writer(tokenizer: Tokenizer, ids: list[int], eos: int) -> sj.LM:
     """A model that continues each id of ``ids`` with the next one, and the last with ``eos``."""
+    cfg, params = _writer(tokenizer, ids, eos)
+    return sj.from_params(cfg, params, tokenizer, eos_ids=cfg.eos_ids)
+
+
+def save_writer(directory: Path, tokenizer: Tokenizer, ids: list[int], eos: int) -> None:
+    """The checkpoint of a :func:`writer`."""
+    cfg, params = _writer(tokenizer, ids, eos)
+    save_pretrained(directory, cfg, params, tokenizer.to_json())
+
+
+def _writer(tokenizer: Tokenizer, ids: list[int], eos: int) -> tuple[ModelConfig, dict]:
     assert len(set(ids)) == len(ids), "an id can have one successor only"
     size = tokenizer.vocab_size
     width = size + size % 2  # an even number of features, at least one for each id
@@ -49,6 +63,7 @@ def writer(tokenizer: Tokenizer, ids: list[int], eos: int) -> sj.LM:
         intermediate_size=8,
         max_position=256,
         tie_embeddings=False,
+        eos_ids=(eos,),
     )
     params = init_params(cfg, jax.random.key(0))
     # The block adds nothing, so the state is the token itself, and the head names its successor.
@@ -57,4 +72,4 @@ def writer(tokenizer: Tokenizer, ids: list[int], eos: int) -> sj.LM:
     successor = dict(zip(ids, [*ids[1:], eos], strict=True))
     rows = jnp.array([successor.get(i, eos) for i in range(size)])
     params["head"] = jnp.zeros((size, width)).at[rows, jnp.arange(size)].set(1.0)
-    return sj.from_params(cfg, params, tokenizer, eos_ids=(eos,))
+    return cfg, params
