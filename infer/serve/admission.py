@@ -353,7 +353,7 @@ class Admission:
         """The most bytes that the default method's slots, a prefill and kept prompts can need.
 
         While slots grow to the next length, those before are still there. Compiled programs and
-        what a pass computes come on top.
+        what a pass computes come on top, and while programs compile aside, a second state.
         """
         engine, kept = self._engine(self.method, self.defaults, True)
         capacity = bucket_below(self._capacity(engine))
