@@ -435,8 +435,8 @@ def test_the_shortcut_of_mentored_is_timed(monkeypatch, capsys):
     assert [line.split(":")[0] for line in lines[1:]] == ["1 rows", "2 rows"]
     assert all(line.endswith(" of the whole solve") for line in lines[1:])
     log_p, log_q = measure.law_pair(measure.Sampling(1.0))
-    assert not measure.refused_plainly(log_p, log_p, 0).any()
-    assert 0.1 < measure.refused_plainly(log_p, log_q, 0).mean() < 0.9
+    assert not measure.rejected_plainly(log_p, log_p, 0).any()
+    assert 0.1 < measure.rejected_plainly(log_p, log_q, 0).mean() < 0.9
 
 
 @pytest.mark.parametrize("tiny", [-80.0, -100.0, -800.0])
