@@ -17,11 +17,11 @@ import numpy as np
 
 from infer.loading import split_by_method
 from infer.sampling_options import word_ids
-from infer.serve.engine_thread import Submission, Variant
 from infer.serve.refusals import NoSuchModel, TooLong, naming
 from infer.serve.schemas import Body, ChatBody, CompletionBody, Message, SamplingFields, Tool
 from infer.serve.tools.families import find_family
 from infer.serve.tools.requests import check_tools, grammar_of_calls
+from infer.serve.variants import Submission, Variant
 from specjax._util.checks import SEED_MAX, format_value
 from specjax._util.errors import OptionError
 from specjax.core import loop

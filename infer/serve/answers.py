@@ -15,11 +15,11 @@ import numpy as np
 
 from infer.authors import Authors, Run
 from infer.scoring import PromptScores
-from infer.serve.engine_thread import Submission
 from infer.serve.logprobs import LOWEST_LOGPROB, Alternative, Object, RowLogprobs
 from infer.serve.schemas import Body, ChatBody
 from infer.serve.tools.families import find_family
 from infer.serve.tools.reading import AnswerReader
+from infer.serve.variants import Submission
 from infer.serve.vllm_metrics import acceptance
 from specjax.core.types import FROM_DRAFT
 from specjax.metrics import rates, ratio

@@ -24,7 +24,7 @@ from starlette.exceptions import HTTPException
 from infer.serve.admission import Admission
 from infer.serve.answers import Answer
 from infer.serve.bodies import CLIENT_LEFT, Bodies
-from infer.serve.engine_thread import Closed, EngineThread, Submission
+from infer.serve.engine_thread import Closed, EngineThread
 from infer.serve.fairness import QueueFull, Workers
 from infer.serve.guard import RequestGuard
 from infer.serve.method_list import method_list
@@ -34,6 +34,7 @@ from infer.serve.programs import TooManyNew
 from infer.serve.refusals import Refusal, json_response, public, refusal_of
 from infer.serve.schemas import Body, ChatBody, CompletionBody, read
 from infer.serve.tokens import detokenize, tokenize
+from infer.serve.variants import Submission
 from specjax._util.errors import SpecjaxError
 from specjax.lm import HUB_SNAPSHOT
 from specjax.runtime.output import Piece

@@ -13,10 +13,10 @@ from typing import Any
 from infer import scoring
 from infer.scoring import PromptScores
 from infer.serve.admission import Admission
-from infer.serve.engine_thread import Submission, VariantQueue
 from infer.serve.hosts import END, Message
 from infer.serve.programs import Programs
 from infer.serve.schemas import ChatBody, CompletionBody
+from infer.serve.variants import Submission, VariantQueue
 from specjax.runtime.engine import Request
 from specjax.runtime.output import Piece
 from specjax.runtime.warmup import warm_up_all_lengths

@@ -7,8 +7,9 @@ import time
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from infer.serve.admission import Admission
-from infer.serve.engine_thread import EngineThread, Submission
+from infer.serve.engine_thread import EngineThread
 from infer.serve.log import log_request
+from infer.serve.variants import Submission
 from infer.serve.vllm_metrics import VllmMetrics
 from specjax.runtime.output import Generation
 

@@ -27,7 +27,7 @@ from infer.serve.admission import Admission
 from infer.serve.app import Server
 from infer.serve.commands import KEY_VARIABLE
 from infer.serve.connections import Connection, connections_within
-from infer.serve.engine_thread import EngineThread, Submission
+from infer.serve.engine_thread import EngineThread
 from infer.serve.follower import Follower
 from infer.serve.hosts import END, Followers, LeaderConnection, lead
 from infer.serve.log import limit_log, log_format
@@ -35,6 +35,7 @@ from infer.serve.memory import limited_memory
 from infer.serve.metrics import PrometheusMetrics
 from infer.serve.schemas import CompletionBody
 from infer.serve.tools.families import family_name
+from infer.serve.variants import Submission
 from specjax._util import processes
 from specjax._util.errors import InputError, OptionError
 from specjax._util.program import say

@@ -24,12 +24,12 @@ import pytest
 
 import specjax as sj
 from infer import scoring
-from infer.serve import bodies, commands, engine_thread
+from infer.serve import bodies, commands, variants
 from infer.serve.admission import MAX_ROUND_TOKENS
-from infer.serve.engine_thread import VariantQueue
 from infer.serve.log import REQUESTS
 from infer.serve.schemas import CompletionBody
 from infer.serve.server import _decode_one
+from infer.serve.variants import VariantQueue
 from specjax._util.errors import OptionError
 from specjax.models.cache import bucket, row_bytes
 from support.serving import TIMEOUT, Running, openai_client, served_models, serving, until
@@ -236,7 +236,7 @@ def test_requests_are_made_before_they_are_queued(server, monkeypatch):
     ended = threading.Event()
     body = CompletionBody(prompt=TEXT, max_tokens=2, n=3)
     submission = server.admission.make_submission(body, lambda *_: ended.set())
-    monkeypatch.setattr(engine_thread, "make_rows", None)
+    monkeypatch.setattr(variants, "make_rows", None)
     server.engine.submit(submission)
     assert ended.wait(TIMEOUT)
 

@@ -17,11 +17,11 @@ import pytest
 
 from infer.serve import app, engine_thread, programs
 from infer.serve.app import client_at
-from infer.serve.engine_thread import VariantQueue
 from infer.serve.fairness import FairSemaphore, QueueFull, RoundRobinQueue, fits
 from infer.serve.programs import MAX_COMPILED, MAX_NEW, Programs, TooManyNew
 from infer.serve.schemas import CompletionBody
 from infer.serve.server import _allowed_methods
+from infer.serve.variants import VariantQueue
 from specjax._util.errors import OptionError
 from specjax.core import loop
 from specjax.runtime.scheduler import Scheduler
