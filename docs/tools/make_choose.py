@@ -28,7 +28,7 @@ Start with what you have beside the target model:
 
 | you have | take | then |
 | --- | --- | --- |
-| a smaller model with the same tokens | `speculative` with `gamma=auto`; for sampling with long drafts `block` | [speculative](pages/speculative.md) |
+| a smaller model with the same tokenizer | `speculative` with `gamma=auto`; for sampling with long drafts `block` | [speculative](pages/speculative.md) |
 | a draft head, such as EAGLE-3 | `--drafter head`, which drafts a chain or a tree | [draft heads](pages/head.md) |
 | a target tuned with SDSAT | `sdsat`; `sdsat-single` has one pass a round | [SDSAT](pages/sdsat.md) |
 | nothing, and the output repeats the prompt | `lookup` | [lookup](pages/lookup.md) |
@@ -53,7 +53,7 @@ Then look at how you decode:
 | the target's distribution exactly | a method that the tables below call lossless |
 | the target's greedy text | the same methods at temperature 0 |
 | large batches | chains (`speculative`, `block`) with `gamma=auto`, which stops drafting where it does not pay; a tree passes more tokens through the target for each it gains |
-| one request at a time, on a GPU or TPU | trees (`specinfer`, or `--drafter head --rule match`), while reading the weights takes most of a pass (expected, not measured) |
+| one request at a time, on a GPU or TPU | trees (`specinfer`, or `--drafter head --rule match`), while decoding is bound by memory bandwidth (expected, not measured) |
 | JSON, a grammar or banned words | any lossless method with [`sampling`](sampling.md) settings; tokens that a grammar forces are drafted |
 | words or a topic that must occur | `cdsl`, `cdlh` or `cdlh-appx` with a [reward](pages/constrained.md) |
 | more speed for a bounded change of the text | `mentored`, with a largest KL divergence; `bild` and `mtad` have no such bound |

@@ -28,7 +28,7 @@ from specjax.core.probs import seed_key
 from specjax.registry import METHODS
 from specjax.runtime import warmup
 from specjax.runtime.engine import Request
-from specjax.runtime.generate import PREFIXES, in_turn, make_engine, num_slots
+from specjax.runtime.generate import PREFIXES, longest_first, make_engine, num_slots
 
 
 @dataclasses.dataclass
@@ -149,7 +149,7 @@ def warm_up(setting: BenchSetting, case: Case) -> None:
         requests.append(Request(prompt, min(setting.budget, most), key))
 
     size = num_slots(target, len(requests), case.batch_size)
-    warmup.warm_up(engine, size, case.sampling, in_turn(requests), PREFIXES)
+    warmup.warm_up(engine, size, case.sampling, longest_first(requests), PREFIXES)
 
 
 def run_case(setting: BenchSetting, case: Case) -> sj.Generation:

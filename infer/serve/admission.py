@@ -350,10 +350,10 @@ class Admission:
 
     @property
     def kv_cache_max_bytes(self) -> int:
-        """The most bytes that the default method's slots, a prefill and kept prompts can need.
+        """The most bytes of the default method's slots, a prefill and its prefix cache.
 
         While slots grow to the next length, those before are still there. Compiled programs and
-        what a pass computes come on top, and while programs compile aside, a second state.
+        what a pass computes are not counted, nor a second state that compiles programs.
         """
         engine, kept = self._engine(self.method, self.defaults, True)
         capacity = bucket_below(self._capacity(engine))

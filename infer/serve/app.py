@@ -278,7 +278,7 @@ class Server:
             message = "too many new methods or options wait to be compiled; try again in a moment"
             raise Refusal(429, message, "queue_full", "method", retry_after="10") from None
         except Closed:
-            raise Refusal(503, "the server is about to end") from None
+            raise Refusal(503, "the server is shutting down") from None
 
     # --- who asks ------------------------------------------------------------------------------
 

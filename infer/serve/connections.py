@@ -1,4 +1,4 @@
-"""Connections: what a client may cost before the server has a whole request of it.
+"""HTTP connections, with limits on clients that have not sent a whole request.
 
 uvicorn parses HTTP (with h11) and runs the application. :class:`Connection` adds what uvicorn does
 not have: a deadline for headers and for answers that nobody reads, a limit of the connections that

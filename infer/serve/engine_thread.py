@@ -16,8 +16,8 @@ drains: it starts no new requests, and gives up its scheduler when it is empty.
 
 A variant is *new* until a row of it has ended: it has programs to compile. One new variant runs at
 a time, and the others wait (:class:`Programs`). A request whose :class:`Shape` is new needs further
-programs of its variant. It is held back until a worker has compiled them aside, so that the
-variant's other requests go on.
+programs of its variant. It is held back until a worker has compiled them in the background, so
+that the variant's other requests go on.
 
 A *row* is one completion of a submission: a prompt with ``n`` samples has ``n`` rows. This file
 does not know HTTP, JSON or OpenAI's protocol.
@@ -47,7 +47,7 @@ from specjax.models.cache import chunk_sizes
 from specjax.runtime.engine import Request
 from specjax.runtime.output import Generation, Piece
 from specjax.runtime.scheduler import Bounds
-from specjax.runtime.warmup import warm_up_all_lengths, warm_up_aside
+from specjax.runtime.warmup import warm_up_all_lengths, warm_up_in_background
 
 
 class Closed(Exception):
@@ -75,7 +75,8 @@ class EngineMetrics(Protocol):
 class Compilation:
     """Programs for requests of some shape, which a worker compiles beside the running ones.
 
-    ``batch`` and ``capacity`` are of the batch that a request joins, as in :func:`warm_up_aside`.
+    ``batch`` and ``capacity`` are of the batch that a request joins, as
+    :func:`warm_up_in_background` takes them.
     """
 
     variant: Variant
@@ -200,10 +201,10 @@ class EngineThread:
             self._programs.pin(variant.programs)
 
     def compile_ahead(self, submission: Submission) -> None:
-        """Compiles aside what other short prompts of a submission's variant run; returns at once.
+        """Compiles in the background what other short prompts of a variant run; returns at once.
 
         They are those that fit into the submission's cache positions. A row of the variant must
-        have ended. With one worker nothing is compiled aside.
+        have ended. With one worker nothing is compiled in the background.
         """
         variant = submission.variant
         request = submission.requests(0)[0]
@@ -306,8 +307,8 @@ class EngineThread:
         if self._compilation is None:
             self._compilation = self._next_compilation()
             if self._compilation is not None:
-                compile_aside = functools.partial(self._compile, self._compilation)
-                pool.submit(self._work, self._compilation, compile_aside)
+                compile_in_background = functools.partial(self._compile, self._compilation)
+                pool.submit(self._work, self._compilation, compile_in_background)
 
         while self._scorings and not self._scorings[0].working:
             scoring = self._scorings[0]
@@ -467,7 +468,7 @@ class EngineThread:
     def _compile(self, job: Compilation) -> None:
         """Compiles programs in a worker."""
         variant = job.variant
-        warm_up_aside(
+        warm_up_in_background(
             variant.engine,
             self._size,
             self._bounds,

@@ -1,7 +1,7 @@
 """The server's log, which clients must not be able to fill.
 
-As text it has faults alone. As JSON it has one object a line, and a line for each completion and
-each answer, for those who collect logs. No line has texts, keys or addresses of clients.
+The text format has errors only. As JSON it has one object a line, and a line for each completion
+and each answer, for those who collect logs. No line has texts, keys or addresses of clients.
 """
 
 from __future__ import annotations

@@ -61,12 +61,14 @@ class PrometheusMetrics:
         self._waiting = self._new(Gauge, "rows_waiting", "Completions that wait for a batch slot")
         self._running = self._new(Gauge, "rows_in_flight", "Completions that have a batch slot")
         self._schedulers = self._new(
-            Gauge, "schedulers", "Pairs of a method and its options that have batch slots"
+            Gauge,
+            "schedulers",
+            "Variants that have batch slots: methods with their options",
         )
         self._kv_cache_max_bytes = self._new(
             Gauge,
             "kv_cache_max_bytes",
-            "The most that slots, a prefill and kept prompts of the default method take",
+            "The most that batch slots, a prefill and the prefix cache of the default method take",
         )
 
     def _new(self, kind: type, name: str, text: str, labels=(), **options):

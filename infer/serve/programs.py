@@ -20,13 +20,13 @@ Key = tuple[Method, bool]  # the method, and whether it returns log-probabilitie
 
 
 class Shape(NamedTuple):
-    """What a request decides about programs. Requests of one shape run the same ones.
+    """What of a request determines its compiled programs. Requests of one shape run the same ones.
 
     Attributes:
       capacity: its first cache positions.
       chunk: tokens of its largest prefill chunk, 0 if nothing is prefilled.
-      kinds: of its sampling settings (``Engine.kinds``).
-      batch_kinds: the kinds that the batch has once the request has joined it.
+      kinds: of its sampling settings (:meth:`Engine.kinds`).
+      batch_kinds: those of its batch, this request included.
     """
 
     capacity: int

@@ -56,9 +56,10 @@ class Variant:
     def shape(
         self, request: Request, kinds: frozenset[str], batch_kinds: frozenset[str]
     ) -> Shape | None:
-        """What a request decides about its programs; None if they compile where it runs.
+        """What of a request determines its compiled programs.
 
-        Then the capacity is the same for all requests, or the costs of rounds are measured.
+        None for methods whose programs do not compile in the background: those with one capacity
+        for all requests, and those that measure the costs of rounds.
 
         Args:
           kinds: those of its settings.

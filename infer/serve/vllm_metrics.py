@@ -1,8 +1,9 @@
 """The server's counters under vLLM's names, which dashboards and benchmark clients read.
 
-One completion is one request. Only names whose meaning is the same are there. vLLM counts a draft
-where it has draft tokens; here every round of a method that drafts counts as one. Its scheduler
-counts accepted tokens before it cuts a completion at its limit or a stop, and so do these.
+One completion is one request. Two meanings differ from vLLM's: every round of a method that drafts
+counts as a draft, also one without draft tokens, and of a tree the depth counts as draft tokens.
+vLLM's scheduler counts accepted tokens before it cuts a completion at its limit or a stop, and so
+do these.
 """
 
 from __future__ import annotations

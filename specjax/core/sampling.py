@@ -118,9 +118,10 @@ class Sampling:
 
     @property
     def kinds(self) -> frozenset[str]:
-        """What the settings need of a program. Grammars do not count.
+        """The optional parts of a compiled program that the settings need, without grammars.
 
-        Requests join a running batch without compiling anything if it has had these kinds before.
+        They are cutoffs, path settings, and longer lists in these than usual. A request that joins
+        a running batch compiles nothing if the batch has had these parts before.
         """
         kinds = {"cutoffs"} if self.has_cutoffs else set()
         if self.path_settings:

@@ -28,7 +28,7 @@ NO_TOKEN = -1  # pads lists of token ids, and paths past a node's depth
 
 # How the tokens of a draft were sampled. Each rule lists those that it accepts.
 POINT_MASS = "point_mass"  # one certain token per node: lookup, argmax drafts
-IID = "iid"  # drawn independently from log_q
+IID = "iid"  # each drawn from log_q after its ancestors, siblings independently
 WITHOUT_REPLACEMENT = "without_replacement"  # siblings: Gumbel-top-k of log_q, in that order
 DETERMINISTIC = "deterministic"  # chosen by rank or score: top-j children, beams
 # The labels of a draft's sampling, in words.

@@ -88,9 +88,9 @@ class Engine:
         return make_automaton(*self._grammar(sampling))
 
     def kinds(self, sampling: Sampling) -> frozenset[str]:
-        """What the settings need of a program, as :attr:`Sampling.kinds`, with tables of grammars.
+        """As :attr:`Sampling.kinds`, with ``grammar tables`` if the grammar is a table.
 
-        A grammar that is no table needs programs of the host's rounds, which are not counted.
+        Grammars that the host follows are not counted.
         """
         tables = {"grammar tables"} if self.automaton(sampling) is not None else set()
         return sampling.kinds | tables

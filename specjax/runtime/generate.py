@@ -267,7 +267,7 @@ def stream(
 def _pieces(scheduler: Scheduler, rows: list[Request], rounds: int) -> Iterator[Piece]:
     """Decodes the requests; a last piece has the generation of all of them."""
     done: dict[int, Generation] = {}
-    for piece in scheduler.run(in_turn(rows), rounds):
+    for piece in scheduler.run(longest_first(rows), rounds):
         if piece.row:
             done[piece.index] = piece.row
         yield piece
@@ -324,7 +324,7 @@ def _check_negative_prompt(engine: Engine, budget: int) -> None:
     )
 
 
-def in_turn(rows: Sequence[Request]) -> list[Request]:
+def longest_first(rows: Sequence[Request]) -> list[Request]:
     """Requests in the order in which they are decoded: large budgets first, then long prompts.
 
     So no long request is left at the end while the other batch slots are free. Requests of

@@ -31,7 +31,7 @@ def warm_up(
     scheduler.visit_buckets(requests)
 
 
-def warm_up_aside(
+def warm_up_in_background(
     engine: Engine,
     size: int,
     bounds: Bounds,

@@ -18,7 +18,7 @@ from specjax.runtime.generate import make_engine, make_rows
 from specjax.runtime.prefill import Prefill
 from specjax.runtime.prefix_cache import MIN_PREFIX, PrefixCache, common_prefix
 from specjax.runtime.scheduler import Bounds, Scheduler
-from specjax.runtime.warmup import warm_up_all_lengths, warm_up_aside
+from specjax.runtime.warmup import warm_up_all_lengths, warm_up_in_background
 
 RNG = np.random.Generator(np.random.Philox(4))
 PROMPTS = [RNG.integers(0, 97, n).tolist() for n in (3, 12, 1, 9, 7, 14, 2, 11, 40)]
@@ -107,7 +107,7 @@ def test_a_longer_request_compiles_nothing_that_was_compiled_aside(target):
     long = [a_request(230, 3, number) for number in (1, 2)]
     with ThreadPoolExecutor(1) as other:
         arguments = (engine, 3, LIMITS, long[0])
-        other.submit(warm_up_aside, *arguments, logprobs=False, prefixes=2).result()
+        other.submit(warm_up_in_background, *arguments, logprobs=False, prefixes=2).result()
     warm = traces(engine)
     assert warm != before
     assert decoded(running, short, long[0]) == {0: 40, 1: 3}
@@ -156,7 +156,7 @@ def test_a_request_of_other_settings_compiles_nothing_that_was_compiled_aside(
     decoded(running, of(sj.Sampling(), 130, 4, 9), *batch)  # a capacity above the new one's
     capacity = running.capacity
     new = of(settings, 4, 30, 5)
-    warm_up_aside(engine, 3, LIMITS, new, batch, capacity, logprobs=False, prefixes=2)
+    warm_up_in_background(engine, 3, LIMITS, new, batch, capacity, logprobs=False, prefixes=2)
     warm = traces(engine)
     assert decoded(running, batch[0], new) == {0: 40, 5: 30}
     assert traces(engine) == warm

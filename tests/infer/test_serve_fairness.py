@@ -25,7 +25,7 @@ from infer.serve.variants import VariantQueue
 from specjax._util.errors import OptionError
 from specjax.core import loop
 from specjax.runtime.scheduler import Scheduler
-from specjax.runtime.warmup import warm_up_aside
+from specjax.runtime.warmup import warm_up_in_background
 from specjax.text import chat
 from specjax.text.tokenizer import Tokenizer
 from support.pace import slowdown
@@ -302,7 +302,7 @@ class CompilingAside:
         self.end.wait(TIMEOUT)
         if self._fails:
             raise RuntimeError("enough for a test")
-        warm_up_aside(*args, **named)
+        warm_up_in_background(*args, **named)
 
 
 @pytest.mark.parametrize(("length", "fails"), [(40, True), (200, False), (300, True)])
@@ -312,7 +312,7 @@ def test_a_longer_prompt_compiles_aside(server, pool, monkeypatch, length, fails
     Another one of that length, whose options compile nothing new, waits for the same programs.
     """
     compiling = CompilingAside(fails)
-    monkeypatch.setattr(engine_thread, "warm_up_aside", compiling)
+    monkeypatch.setattr(engine_thread, "warm_up_in_background", compiling)
     long = {"prompt": [5] * length, "max_tokens": 2, "temperature": 0}
     ask = pool.submit(server.ask, "POST", "/v1/completions", long)
     until(lambda: compiling.calls)
@@ -340,7 +340,7 @@ def test_a_longer_prompt_compiles_aside(server, pool, monkeypatch, length, fails
 def test_settings_that_a_batch_has_not_had_compile_aside(models, pool, monkeypatch, settings):
     """Other requests of its method go on, and afterwards nothing is left to compile."""
     compiling = CompilingAside()
-    monkeypatch.setattr(engine_thread, "warm_up_aside", compiling)
+    monkeypatch.setattr(engine_thread, "warm_up_in_background", compiling)
     with serving(*models, *LIMITS) as server:
         plain = {"prompt": "a", "max_tokens": 4}
         server.complete(**plain)
@@ -366,7 +366,9 @@ def test_what_short_prompts_run_is_compiled_ahead(models, monkeypatch):
     """For each size of prefill chunk in the first cache positions, and only once."""
     lengths = []
     monkeypatch.setattr(
-        engine_thread, "warm_up_aside", lambda *args, **_: lengths.append(len(args[3].tokens))
+        engine_thread,
+        "warm_up_in_background",
+        lambda *args, **_: lengths.append(len(args[3].tokens)),
     )
     with serving(*models, *LIMITS) as server:
         server.complete(prompt=[5], max_tokens=1)
@@ -381,7 +383,9 @@ def test_what_short_prompts_run_is_compiled_ahead(models, monkeypatch):
 
 @pytest.mark.slow
 def test_a_longer_prompt_waits_for_nothing_after_a_warmup(models, monkeypatch):
-    monkeypatch.setattr(engine_thread, "warm_up_aside", lambda *args, **named: pytest.fail())
+    monkeypatch.setattr(
+        engine_thread, "warm_up_in_background", lambda *args, **named: pytest.fail()
+    )
     with serving(*models, *LIMITS) as server:
         server.complete(prompt="a", max_tokens=1)
         body = CompletionBody(prompt="a")
@@ -412,7 +416,7 @@ def test_clients_that_mean_it_ill_keep_nobody_from_being_served():
 
 def test_a_client_that_leaves_frees_its_longer_prompt(server, monkeypatch):
     compiling = CompilingAside()
-    monkeypatch.setattr(engine_thread, "warm_up_aside", compiling)
+    monkeypatch.setattr(engine_thread, "warm_up_in_background", compiling)
     body = CompletionBody(prompt=[5] * 450, max_tokens=2)
     submission = server.admission.make_submission(body, lambda *_: None)
     server.engine.submit(submission)
