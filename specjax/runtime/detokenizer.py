@@ -91,7 +91,9 @@ class Detokenizer:
         # Token by token: the one that completes a stop string is the last one that counts.
         for count, token in enumerate(tokens.tolist(), 1):
             special = self._special.get(token, "")
-            self._append(self._decoder.flush() if special else self._decoder.push([token]), special)
+            # Bytes of a character that is not whole yet wait, unless the text ends here.
+            is_end = bool(special) and self._ends_with(special)
+            self._append(self._decoder.flush() if is_end else self._decoder.push([token]), special)
             if self.stopped:
                 return count
         return len(tokens)
@@ -107,6 +109,11 @@ class Detokenizer:
         if places:
             self.text = self.text[: min(places)]
             self.stopped = True
+
+    def _ends_with(self, special: str) -> bool:
+        """Whether a stop string is in the written text if a special token follows."""
+        begin = max(0, len(self._written) - self._withheld)
+        return bool(_places(self._naming, self._written + special, begin))
 
     def _write(self, new_text: str, special: str) -> list[int]:
         """Adds both to the written text; returns where stop strings of special tokens begin in it.

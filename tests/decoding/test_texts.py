@@ -124,6 +124,16 @@ def test_a_stop_string_may_have_a_special_token_beside_other_text(stop, text, ke
         assert detokenizer.count == (len(ids) if text is None else kept)
 
 
+def test_a_special_token_inside_a_character_leaves_it_whole():
+    """Whatever stop strings there are, the text before them is the same."""
+    marked = strip_tokenizer(*PIECES, special=("<s>", "</s>", "<|end|>"))
+    first, last = (BYTES[byte] for byte in "é".encode())
+    ids = np.array(ids_of(marked, "a", first, "<|end|>", last, "b"))
+    for stop in ((), ("zz",), ("zz<|end|>",)):
+        detokenizer = sj.runtime.detokenizer.Detokenizer(marked, stop)
+        assert detokenizer.add(ids, True)[0] == "aéb"
+
+
 def test_such_a_stop_ends_a_completion():
     marked = strip_tokenizer(*PIECES, special=("<s>", "</s>", "<|end|>"))
     out = completion(marked, ("a",), ("b", "<|end|>", LINE, "▁the"), stop="b<|end|>\n")
