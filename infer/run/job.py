@@ -216,14 +216,13 @@ class Job:
         }
         if args.out or args.span:
             settings |= model_digests(args, target, draft)
-            # In float32 the tokens do not depend on it. Below, each device's partial sums are
-            # rounded, so rows of another split may differ.
+            # In float32 the tokens do not depend on these. Below, partial sums are rounded, so rows
+            # of another split, or of passes of another width, may differ.
             if settings["dtype"] != "float32":
                 settings["model_devices"] = (args.mesh or {"model": 1})["model"]
+                settings["pass_width"] = target.pass_width
             settings |= reward_digests(reward)
         settings |= _optional_settings(args, reward)
-        if settings["dtype"] == "float32":
-            settings.pop("pass_width", None)  # as the number of devices
         settings = json.loads(json.dumps(settings))  # as they read back from a result file
 
         checked_draft = draft if spec.needs_draft else None

@@ -44,7 +44,6 @@ OPTIONAL = (
     "quantize",
     "cache_dtype",
     "dataset",
-    "pass_width",
 )
 # How a row begins: with its id between these.
 BEFORE_ID = '{"id": '

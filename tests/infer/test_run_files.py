@@ -166,7 +166,7 @@ def test_the_digest_of_rewards_is_of_code_and_of_weights(tmp_path, monkeypatch):
 
 
 def test_rows_below_float32_are_resumed_with_the_same_width_of_passes(pair, prompts, tmp_path):
-    """In float32 the tokens do not depend on it."""
+    """Whether it was given or is the device's own. In float32 the tokens do not depend on it."""
     out = tmp_path / "out.jsonl"
 
     def settings(*more):
@@ -176,9 +176,10 @@ def test_rows_below_float32_are_resumed_with_the_same_width_of_passes(pair, prom
     narrow = settings("--dtype", "bfloat16", "--pass-width", "8")
     out.write_text(json.dumps({"index": 0, "sample": 0, output.PROMPT_DIGEST: "a"} | narrow) + "\n")
     assert output.Output(str(out), narrow, {0: "a"}).done == {(0, 0)}
-    for more, says in (([], "this job has none"), (["--pass-width", "4"], "this job has 4")):
+    for more, says in (([], "this job has 1"), (["--pass-width", "4"], "this job has 4")):
         with pytest.raises(OptionError, match=f"was written with pass_width=8, {says}"):
             output.Output(str(out), settings("--dtype", "bfloat16", *more), {0: "a"})
+    assert settings("--dtype", "bfloat16", "--pass-width", "1") == settings("--dtype", "bfloat16")
     assert settings("--pass-width", "8") == settings()
 
 
