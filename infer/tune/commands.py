@@ -130,7 +130,8 @@ def _check_cdsl(args: argparse.Namespace, commands: Parser) -> None:
             if value:
                 commands.error(f"{option} is for cdsl, not for --method {args.method}")
     if args.d and "d" in dict(args.set):
-        commands.error("--d gives the values of d: leave out --set d=…, in --config, too")
+        given = dict(args.set)["d"]
+        commands.error(f"--set d={given} beside --d: give --d alone, such as --d {given}")
     names = [measure.partition(":")[0] for measure in args.measure]
     if args.select and args.select not in names:
         commands.error(

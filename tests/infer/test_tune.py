@@ -154,7 +154,7 @@ def test_a_figure_of_measure_may_choose():
         (["--select", "llama-guard"], "expected the name of a --measure"),
         (["--at", "k=3"], "--at k: choose a_t, r_t, b"),
         (["--at", "b=x"], "--at b=x: expected a number"),
-        (["--d", "3", "--set", "d=5"], "leave out --set d"),
+        (["--d", "3", "--set", "d=5"], "--set d=5 beside --d: give --d alone, such as --d 5"),
         (["--method", "mtad", "--d", "3"], "--d is for cdsl"),
     ],
 )
