@@ -29,7 +29,7 @@ import dataclasses
 import functools
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -43,6 +43,7 @@ from infer.serve.log import LOG
 from infer.serve.programs import Programs, Shape
 from infer.serve.variants import Submission, Variant, VariantQueue, request_message
 from specjax._util.memory import return_memory
+from specjax.core.types import Inputs
 from specjax.models.cache import chunk_sizes
 from specjax.runtime.engine import Request
 from specjax.runtime.output import Generation, Piece
@@ -82,7 +83,7 @@ class Compilation:
     variant: Variant
     request: Request
     shape: Shape
-    batch: Sequence[Request] = ()
+    batch: Inputs | None = None
     capacity: int = 0
 
 
@@ -194,11 +195,12 @@ class EngineThread:
             variant.engine,
             self._size,
             self._bounds,
+            submission.sampling,
             logprobs=variant.logprobs,
             prefixes=variant.prefixes,
         )
         with self._change:
-            self._programs.pin(variant.programs)
+            self._programs.pin(variant.programs, submission.kinds)
 
     def compile_ahead(self, submission: Submission) -> None:
         """Compiles in the background what other short prompts of a variant run; returns at once.
@@ -209,7 +211,7 @@ class EngineThread:
         variant = submission.variant
         request = submission.requests(0)[0]
         kinds = submission.kinds
-        shape = variant.shape(request, kinds, kinds)
+        shape = variant.shape(request, kinds, kinds, 0)
         if self._workers == 1 or shape is None:
             return
         engine = variant.engine
@@ -218,7 +220,7 @@ class EngineThread:
         for chunk in chunk_sizes(engine.chunk_size(longest, engine.data_parallel_size)):
             tokens = np.zeros(min(chunk, longest), np.int32)
             example = dataclasses.replace(request, tokens=tokens)
-            shape = variant.shape(example, kinds, kinds)
+            shape = variant.shape(example, kinds, kinds, 0)
             jobs[shape] = Compilation(variant, example, shape)
         with self._change:
             self._ahead.extend(jobs.values())
@@ -354,9 +356,7 @@ class EngineThread:
         if queue is not None:  # it may be gone while the last rows are being scored
             with self._change:
                 waited = queue.waiting.drop(lambda request: request.request_id in ids)
-                held = [entry for entry in queue.held if entry[1].request_id not in ids]
-                waited += len(queue.held) - len(held)
-                queue.held = held
+                waited += queue.held.drop(lambda request: request.request_id in ids)
                 self._count_out(submission.client, waited)
                 queue.dropped |= ids
         for request_id in ids:
@@ -406,11 +406,9 @@ class EngineThread:
         while not queue.draining and len(queue.waiting):
             client, request = queue.waiting.pop()
             if self._must_wait_for_programs(queue, request):
-                queue.held.append((client, request))
+                queue.held.extend(client, [request])
                 continue
             self._count_out(client, 1)
-            submission, _ = self._owners[request.request_id]
-            queue.examples.setdefault(submission.kinds, request)
             return request
         return None
 
@@ -419,34 +417,44 @@ class EngineThread:
     def _must_wait_for_programs(self, queue: VariantQueue, request: Request) -> bool:
         """Whether a request would compile programs for its shape while others run."""
         key = queue.variant.programs
-        shape = self._shape(queue, request)
-        if shape is None or self._programs.has_shape(key, shape):
+        if self._is_compiled(queue, request):
             return False
         if self._workers > 1 and not self._programs.is_new(key):
             return True
         # They compile where it runs.
+        shape = self._shape(queue, request)
+        assert shape is not None, "without a shape there is nothing to wait for"
         self._programs.add_shape(key, shape)
         return False
 
     def _shape(self, queue: VariantQueue, request: Request) -> Shape | None:
         """The shape of a request that joins the queue's batch."""
         submission, _ = self._owners[request.request_id]
-        return queue.variant.shape(request, submission.kinds, queue.kinds)
+        return queue.variant.shape(request, submission.kinds, queue.kinds, queue.capacity)
 
     def _is_compiled(self, queue: VariantQueue, request: Request) -> bool:
         """Whether the programs for a request's shape have been compiled."""
         shape = self._shape(queue, request)
-        return shape is None or self._programs.has_shape(queue.variant.programs, shape)
+        if shape is None:
+            return True
+        key = queue.variant.programs
+        if queue.running:  # what the batch runs now is compiled
+            self._programs.add_rounds(key, queue.capacity, queue.kinds)
+        return self._programs.has_shape(key, shape)
 
     def _next_compilation(self) -> Compilation | None:
-        """Programs for the request that has been held back for longest, of one queue.
+        """Programs for a request that is held back; queues and their clients take turns.
 
         If none is held back, those of :meth:`compile_ahead`.
         """
         with self._change:
-            for queue in self._queues.values():
-                for _, request in queue.held:
-                    return self._compilation_for(queue, request)
+            holding = [queue for queue in self._queues.values() if len(queue.held)]
+            if holding:
+                queue = min(holding, key=lambda queue: queue.compilations)
+                queue.compilations += 1
+                client, request = queue.held.pop()
+                queue.held.extend(client, [request])  # until it is compiled, behind its others
+                return self._compilation_for(queue, request)
             while self._ahead:
                 job = self._ahead.popleft()
                 key = job.variant.programs
@@ -458,12 +466,11 @@ class EngineThread:
         """What a request that is held back needs."""
         shape = self._shape(queue, request)
         assert shape is not None, "a request without a shape is not held back"
-        if queue.scheduler is None or shape.kinds == shape.batch_kinds == queue.kinds:
-            return Compilation(queue.variant, request, shape)
+        if shape.kinds == shape.batch_kinds == queue.kinds:
+            return Compilation(queue.variant, request, shape, capacity=queue.capacity)
         # The batch's rounds change with the request's settings, so they compile as well.
-        changes = shape.batch_kinds != queue.kinds
-        capacity = queue.scheduler.capacity if changes else 0
-        return Compilation(queue.variant, request, shape, tuple(queue.examples.values()), capacity)
+        batch = None if queue.scheduler is None else queue.scheduler.inputs
+        return Compilation(queue.variant, request, shape, batch, queue.capacity)
 
     def _compile(self, job: Compilation) -> None:
         """Compiles programs in a worker."""

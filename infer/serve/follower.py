@@ -106,15 +106,17 @@ class Follower:
         next(self._passes)
 
     def _warm_up(self, kind: str, body: Message, prefixes: int) -> None:
-        variant = self._submission(kind, body, prefixes).variant
+        submission = self._submission(kind, body, prefixes)
+        variant = submission.variant
         warm_up_all_lengths(
             variant.engine,
             self._admission.size,
             self._admission.bounds,
+            submission.sampling,
             logprobs=variant.logprobs,
             prefixes=variant.prefixes,
         )
-        self._programs.pin(variant.programs)
+        self._programs.pin(variant.programs, submission.kinds)
 
     def _close(self, queue: int) -> None:
         """Frees the batch slots of a queue."""

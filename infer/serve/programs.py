@@ -23,16 +23,18 @@ class Shape(NamedTuple):
     """What of a request determines its compiled programs. Requests of one shape run the same ones.
 
     Attributes:
-      capacity: its first cache positions.
       chunk: tokens of its largest prefill chunk, 0 if nothing is prefilled.
       kinds: of its sampling settings (:meth:`Engine.kinds`).
-      batch_kinds: those of its batch, this request included.
+      capacity: its first cache positions, if it starts a batch.
+      batch_capacity: those of the batch that it joins, or as many as it needs if these are more.
+      batch_kinds: the kinds of that batch, this request included.
     """
 
-    capacity: int
     chunk: int
-    kinds: frozenset[str] = frozenset()
-    batch_kinds: frozenset[str] = frozenset()
+    kinds: frozenset[str]
+    capacity: int
+    batch_capacity: int
+    batch_kinds: frozenset[str]
 
 
 class TooManyNew(Exception):
@@ -46,8 +48,10 @@ class Programs:
         self._new: dict[Key, Hashable] = {}  # with the client that asked first
         self._compiled: dict[Key, None] = {}  # the one that was used longest ago comes first
         self._begun: set[Key] = set()  # what may have programs, whether a row has ended or not
-        self._shapes: dict[Key, set[Shape]] = {}  # whose programs have been compiled
-        self._pinned: set[Key] = set()
+        # What has been compiled: prefills by chunk and kinds, rounds by capacity and kinds.
+        self._prefills: dict[Key, set[tuple[int, frozenset[str]]]] = {}
+        self._rounds: dict[Key, set[tuple[int, frozenset[str]]]] = {}
+        self._pinned: dict[Key, frozenset[str]] = {}  # with the kinds whose programs stay
         self._freed = False  # whether there may be memory to give back
 
     def is_new(self, key: Key) -> bool:
@@ -81,22 +85,30 @@ class Programs:
 
     def has_shape(self, key: Key, shape: Shape) -> bool:
         """Whether the variant's programs for requests of this shape have been compiled."""
-        if key in self._pinned and not shape.batch_kinds:
+        if self._pinned.get(key) == shape.kinds == shape.batch_kinds:
             return True
-        return shape in self._shapes.get(key, ())
+        prefill = shape.chunk, shape.kinds
+        rounds = shape.batch_capacity, shape.batch_kinds
+        return prefill in self._prefills.get(key, ()) and rounds in self._rounds.get(key, ())
 
     def add_shape(self, key: Key, shape: Shape) -> None:
         """Notes that the programs for this shape are compiled, or will be at once."""
         self._freed = True  # compiling takes more than it leaves
-        self._shapes.setdefault(key, set()).add(shape)
+        self._prefills.setdefault(key, set()).add((shape.chunk, shape.kinds))
+        for capacity in (shape.capacity, shape.batch_capacity):
+            self.add_rounds(key, capacity, shape.batch_kinds)
 
-    def pin(self, key: Key) -> None:
+    def add_rounds(self, key: Key, capacity: int, kinds: frozenset[str]) -> None:
+        """Notes that a batch of the variant runs, or can run, with these cache positions."""
+        self._rounds.setdefault(key, set()).add((capacity, kinds))
+
+    def pin(self, key: Key, kinds: frozenset[str]) -> None:
         """Keeps the variant's programs for ever.
 
-        Those for all lengths have been compiled, without kinds of sampling settings.
+        Those for all lengths have been compiled, for requests with these kinds of settings.
         """
         self._freed = True
-        self._pinned.add(key)
+        self._pinned[key] = kinds
 
     def keep(self, used: Collection[Key], busy: Collection[Key]) -> bool:
         """Forgets variants that nobody asks for any more, and drops programs of old ones.
@@ -125,11 +137,9 @@ class Programs:
         if forgotten:
             forget(forgotten, in_use)
             self._freed = True
-        self._shapes = {
-            key: shapes
-            for key, shapes in self._shapes.items()
-            if key in self._compiled or key in self._new
-        }
+        for compiled in (self._prefills, self._rounds):
+            for key in compiled.keys() - self._compiled.keys() - self._new.keys():
+                del compiled[key]
         freed = self._freed
         self._freed = False
         return freed

@@ -54,7 +54,7 @@ class Variant:
         return self.engine.method, self.logprobs
 
     def shape(
-        self, request: Request, kinds: frozenset[str], batch_kinds: frozenset[str]
+        self, request: Request, kinds: frozenset[str], batch: frozenset[str], batch_capacity: int
     ) -> Shape | None:
         """What of a request determines its compiled programs.
 
@@ -63,7 +63,8 @@ class Variant:
 
         Args:
           kinds: those of its settings.
-          batch_kinds: those that the batch has had before.
+          batch: the kinds of settings of the running batch.
+          batch_capacity: the batch's cache positions; 0: nothing runs.
         """
         engine = self.engine
         if engine.method.needs_full_length or engine.auto_length:
@@ -73,7 +74,7 @@ class Variant:
         if length > 1:
             chunk = engine.chunk_size(length, engine.data_parallel_size)
         capacity = bucket(length + engine.method.round_positions)
-        return Shape(capacity, chunk, kinds, kinds | batch_kinds)
+        return Shape(chunk, kinds, capacity, max(capacity, batch_capacity), kinds | batch)
 
 
 @dataclasses.dataclass(eq=False)
@@ -155,14 +156,13 @@ class VariantQueue:
         self.variant = variant
         self.number = number
         self.waiting: RoundRobinQueue[Request] = RoundRobinQueue()
-        # Requests that wait until programs for their shape are compiled, with their clients.
-        self.held: list[tuple[Hashable, Request]] = []
+        # Requests that wait until programs for their shape are compiled.
+        self.held: RoundRobinQueue[Request] = RoundRobinQueue()
+        self.compilations = 0  # in the background, for its held requests
         self.dropped: set[int] = set()  # ids of canceled requests that the scheduler still has
         self.working = False  # a worker polls it; nobody else may touch its scheduler
         self.draining = False  # it starts no new requests, because another queue waits to run
         self.scheduler: Scheduler | None = None
-        # One request for each combination of kinds of settings that the scheduler has had.
-        self.examples: dict[frozenset[str], Request] = {}
         self.opened = 0.0
         self._polls: Iterator[list[Piece]] | None = None
 
@@ -183,18 +183,22 @@ class VariantQueue:
 
     @property
     def kinds(self) -> frozenset[str]:
-        """The kinds of settings that its scheduler's batch has had."""
-        return frozenset().union(*self.examples)
+        """The kinds of settings that its scheduler's batch has."""
+        return frozenset() if self.scheduler is None else self.scheduler.kinds
+
+    @property
+    def capacity(self) -> int:
+        """The cache positions of its running batch; 0: nothing runs."""
+        return self.scheduler.capacity if self.running else 0
 
     def release(self, is_ready: Callable[[Request], bool]) -> None:
         """Lets held requests wait for a batch slot that are ready for one."""
         held = self.held
-        self.held = []
-        for client, request in held:
-            if is_ready(request):
-                self.waiting.extend(client, [request])
-            else:
-                self.held.append((client, request))
+        self.held = RoundRobinQueue()
+        while len(held):
+            client, request = held.pop()
+            queue = self.waiting if is_ready(request) else self.held
+            queue.extend(client, [request])
 
     def open(self, size: int, bounds: Bounds) -> None:
         """Makes its scheduler, with ``size`` batch slots."""
@@ -211,7 +215,6 @@ class VariantQueue:
     def close(self) -> None:
         """Removes its scheduler, which frees the memory of its batch slots."""
         self.scheduler = None
-        self.examples = {}
         self._polls = None
         self.draining = False
 

@@ -123,14 +123,8 @@ class Sampling:
         They are cutoffs, path settings, and longer lists in these than usual. A request that joins
         a running batch compiles nothing if the batch has had these parts before.
         """
-        kinds = {"cutoffs"} if self.has_cutoffs else set()
-        if self.path_settings:
-            kinds.add("path")
-            sizes = _PathSizes().at_least_for([self])
-            for name, size, usual in zip(sizes._fields, sizes, _PathSizes(), strict=True):
-                if size > usual:
-                    kinds.add(f"{name}: {size}")
-        return frozenset(kinds)
+        sizes = _PathSizes().at_least_for([self]) if self.path_settings else None
+        return _kinds(self.has_cutoffs, sizes)
 
     @property
     def as_given(self) -> dict[str, Any]:
@@ -192,6 +186,12 @@ def stacked(rows: Sequence[Sampling], like: Warp | None = None) -> Warp:
     )
 
 
+def kinds_of(warp: Warp) -> frozenset[str]:
+    """What :attr:`Sampling.kinds` is of one request, for the settings of a batch."""
+    sizes = None if warp.path is None else _PathSizes.of(warp.path)
+    return _kinds(warp.cutoffs is not None, sizes)
+
+
 def with_path_settings(inputs: Inputs) -> Inputs:
     """Inputs of rows that have no settings of paths, with arrays for them that change nothing."""
     rows = [_DEFAULT] * inputs.warp.temperature.shape[0]
@@ -225,6 +225,16 @@ class _PathSizes(NamedTuple):
             max(len(row.stop_token_ids) for row in rows),
         ]
         return _PathSizes(*map(_size, needs, self))
+
+
+def _kinds(has_cutoffs: bool, sizes: _PathSizes | None) -> frozenset[str]:
+    kinds = {"cutoffs"} if has_cutoffs else set()
+    if sizes is not None:
+        kinds.add("path")
+        for name, size, usual in zip(sizes._fields, sizes, _PathSizes(), strict=True):
+            if size > usual:
+                kinds.add(f"{name}: {size}")
+    return frozenset(kinds)
 
 
 def _path_settings(rows: Sequence[Sampling], least: _PathSizes) -> PathSettings:

@@ -15,16 +15,19 @@ from jaxtyping import Array, Key
 
 from specjax.core.mesh import DATA
 from specjax.core.protocols import Method
-from specjax.core.sampling import Sampling, stacked
+from specjax.core.sampling import Sampling, kinds_of, stacked
 from specjax.core.types import Inputs
 from specjax.draft.auto_length import COSTS, AutoLength
 from specjax.lm import LM
 from specjax.models.cache import ring_capacity
 from specjax.rewards import RewardScorer
 from specjax.runtime.grammar_rounds import check_method
+from specjax.runtime.grammar_stack import CLASSES, GRAMMARS, STATES
 from specjax.text.automaton import Automaton
 from specjax.text.grammar import Matcher, make_automaton, make_matcher
 from specjax.text.tokenizer import Tokenizer
+
+TABLES = "grammar tables"  # the kind of settings that a grammar as a table is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,11 +91,11 @@ class Engine:
         return make_automaton(*self._grammar(sampling))
 
     def kinds(self, sampling: Sampling) -> frozenset[str]:
-        """As :attr:`Sampling.kinds`, with ``grammar tables`` if the grammar is a table.
+        """As :attr:`Sampling.kinds`, with ``tables`` if the grammar is a table.
 
         Grammars that the host follows are not counted.
         """
-        tables = {"grammar tables"} if self.automaton(sampling) is not None else set()
+        tables = {TABLES} if self.automaton(sampling) is not None else set()
         return sampling.kinds | tables
 
     def _grammar(self, sampling: Sampling) -> tuple[str, Tokenizer | None, int, tuple[int, ...]]:
@@ -180,6 +183,21 @@ class Request:
         if self.tokens is not other.tokens or self.constraints is not other.constraints:
             return False
         return self.budget == other.budget and self.sampling == other.sampling
+
+
+def batch_kinds(inputs: Inputs) -> frozenset[str]:
+    """The kinds (:meth:`Engine.kinds`) that the programs of a batch have.
+
+    They are those of its requests, and of earlier ones since the batch was made.
+    """
+    kinds = kinds_of(inputs.warp)
+    if inputs.grammars is None:
+        return kinds
+    states, classes = inputs.grammars.next_state.shape
+    grammars = inputs.grammars.token_class.shape[0]
+    if (states, classes, grammars) == (STATES, CLASSES, GRAMMARS):
+        return kinds | {TABLES}
+    return kinds | {TABLES, f"{TABLES}: {states}, {classes}, {grammars}"}
 
 
 def stack_keys(requests: Sequence[Request]) -> Key[Array, "B"]:

@@ -33,13 +33,24 @@ class GrammarStack:
         self._arrays: dict[str, Int[Array, "..."]] = {}
         self._sizes = STATES, CLASSES, GRAMMARS
 
+    @classmethod
+    def like(cls, tables: GrammarTables) -> GrammarStack:
+        """A stack without automata whose arrays have the sizes of these."""
+        stack = cls()
+        stack._arrays = {
+            name: getattr(tables, name)
+            for name in ("next_state", "token_class", "allowed", "forced")
+        }
+        stack._sizes = *tables.next_state.shape, tables.token_class.shape[0]
+        return stack
+
     def tables(self, rows: Sequence[Automaton | None]) -> GrammarTables | None:
         """What rounds read for rows with these automata; None: no row has ever had one."""
         wanted = {id(row): row for row in rows if row is not None}
         missing = [row for key, row in wanted.items() if key not in map(id, self._automata)]
         if missing:
             self._stack([*self._automata, *missing], list(wanted.values()))
-        if not self._automata:
+        if not self._arrays:
             return None
         place = {id(automaton): number for number, automaton in enumerate(self._automata)}
         numbers = [-1 if row is None else place[id(row)] for row in rows]

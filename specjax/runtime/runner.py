@@ -25,7 +25,7 @@ from specjax.core.sampling import Sampling, with_path_settings
 from specjax.core.types import DecodeState, Inputs
 from specjax.draft.auto_length import COSTS, AutoLength
 from specjax.models.cache import bucket, bucket_below
-from specjax.runtime.engine import Engine, Request, stack_keys
+from specjax.runtime.engine import Engine, Request, batch_kinds, stack_keys
 from specjax.runtime.grammar_rounds import (
     GrammarProgress,
     advance_with_grammars,
@@ -101,6 +101,23 @@ class BatchRunner:
         """What rounds read. There is none before a request has been started."""
         assert self._inputs is not None, "no request has been started"
         return self._inputs
+
+    @property
+    def known_inputs(self) -> Inputs | None:
+        """:attr:`inputs`, None before a request has been started; any thread may ask."""
+        return self._inputs
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """The kinds of settings that the batch's programs have; any thread may ask."""
+        inputs = self._inputs
+        return frozenset() if inputs is None else batch_kinds(inputs)
+
+    def follow(self, inputs: Inputs) -> None:
+        """Takes the kinds of settings of another batch, whose programs this one then runs."""
+        self._inputs = inputs
+        if inputs.grammars is not None:
+            self._grammars = GrammarStack.like(inputs.grammars)
 
     # --- requests take batch slots -------------------------------------------------------------
 
@@ -199,7 +216,10 @@ class BatchRunner:
         inputs = self._engine.inputs_for(rows, self._sampling, self._inputs)
         automata = [self._automaton_of(row) for row in rows]
         self._automata = {id(row): self._automata[id(row)] for row in rows}
-        self._inputs = inputs.replace(grammars=self._grammars.tables(automata))
+        inputs = inputs.replace(grammars=self._grammars.tables(automata))
+        if batch_kinds(inputs) != self.kinds:
+            self._capacities_run = set()  # rounds compile anew
+        self._inputs = inputs
         self._add_grammar_states()
         if self._costs:
             self._set_costs()

@@ -40,6 +40,7 @@ import numpy as np
 from specjax._util.platform import platform
 from specjax.core.loop import NO_SLOT
 from specjax.core.sampling import Sampling
+from specjax.core.types import Inputs
 from specjax.models.cache import bucket
 from specjax.runtime.detokenizer import Detokenizer
 from specjax.runtime.engine import Engine, Request
@@ -143,6 +144,16 @@ class Scheduler:
     def capacity(self) -> int:
         """Cache positions of each batch slot, 0 if there is no batch; any thread may ask."""
         return self._runner.capacity
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """The kinds of settings that the batch's programs have; any thread may ask."""
+        return self._runner.kinds
+
+    @property
+    def inputs(self) -> Inputs | None:
+        """What the batch's rounds read, None before the first one; any thread may ask."""
+        return self._runner.known_inputs
 
     def run(self, requests: Iterable[Request | None], rounds: int) -> Iterator[Piece]:
         """Decodes all requests, and polls at least every ``rounds`` rounds.

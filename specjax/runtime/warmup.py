@@ -10,6 +10,7 @@ import numpy as np
 
 from specjax.core import loop
 from specjax.core.sampling import Sampling
+from specjax.core.types import Inputs
 from specjax.models.cache import bucket, chunk_sizes
 from specjax.runtime.engine import Engine, Request
 from specjax.runtime.scheduler import Bounds, Scheduler
@@ -36,7 +37,7 @@ def warm_up_in_background(
     size: int,
     bounds: Bounds,
     request: Request,
-    batch: Sequence[Request] = (),
+    batch: Inputs | None = None,
     capacity: int = 0,
     *,
     logprobs: bool,
@@ -52,8 +53,8 @@ def warm_up_in_background(
     Args:
       size, bounds, logprobs, prefixes: those of the scheduler that decodes.
       request: its prompt is read, and nothing of it decoded.
-      batch: one request for each combination of kinds of settings (:meth:`Engine.kinds`) that the
-        running batch has had.
+      batch: what the running batch's rounds read, if the request brings other kinds of settings
+        (:meth:`Engine.kinds`); None: it does not, or there is no batch.
       capacity: the cache positions of the running batch; 0: there is none.
     """
     scheduler = Warmup(engine, size, Sampling(), bounds, logprobs=logprobs, prefixes=prefixes)
@@ -61,14 +62,21 @@ def warm_up_in_background(
 
 
 def warm_up_all_lengths(
-    engine: Engine, size: int, bounds: Bounds, *, logprobs: bool, prefixes: int
+    engine: Engine,
+    size: int,
+    bounds: Bounds,
+    sampling: Sampling,
+    *,
+    logprobs: bool,
+    prefixes: int,
 ) -> None:
     """Compiles what requests of any length within ``bounds`` run, in a state of its own.
 
     Args:
       size, bounds, logprobs, prefixes: those of the scheduler that decodes.
+      sampling: has the kinds of settings of the requests to come.
     """
-    scheduler = Warmup(engine, size, Sampling(), bounds, logprobs=logprobs, prefixes=prefixes)
+    scheduler = Warmup(engine, size, sampling, bounds, logprobs=logprobs, prefixes=prefixes)
     scheduler.visit_all_lengths(bounds)
 
 
@@ -122,32 +130,34 @@ class Warmup(Scheduler):
                 self._runner.resize_one_step(capacity)
                 self._run_programs_of_bucket()
 
-    def join_batch(
-        self, request: Request, batch: Sequence[Request] = (), capacity: int = 0
-    ) -> None:
+    def join_batch(self, request: Request, batch: Inputs | None = None, capacity: int = 0) -> None:
         """Compiles what runs if the request joins a batch, or starts one.
 
         Args:
-          batch: requests with the kinds of settings that the batch has had; () for those of
-            ``request``.
+          batch: what the batch's rounds read; None: it has the kinds of settings of ``request``.
           capacity: the batch's cache positions, if they are more than the request needs.
         """
         self._prefill.warm_up(request, self._prefill_chunk(request))
         short = dataclasses.replace(request, tokens=request.tokens[:1])
-        for other in batch or [request]:  # the runner keeps the kinds of those before
-            self._runner.start_empty(dataclasses.replace(short, sampling=other.sampling))
+        plain = dataclasses.replace(short, sampling=Sampling())
+        if batch is not None:
+            self._runner.follow(batch)
+        self._runner.start_empty(short if batch is None else plain)
         smallest = self._runner.state.capacity
         needed = smallest
         if self._runner.fixed_capacity is None:
             needed = bucket(len(request.tokens) + self._engine.method.round_positions)
             self._runner.resize(max(needed, capacity))
-        if batch:
+        if batch is not None:
             self._fill_slots_of_bucket()  # the request joins, and brings its kinds of settings
             self._runner.set_inputs([short] * self._size)
         self._run_programs_of_bucket()
         if self._runner.state.capacity > needed:
             self._runner.resize(needed)
             self._run_programs_of_bucket()
+        if batch is not None:  # requests without settings join later
+            self._prefill.begin([plain] * self._engine.data_parallel_size)
+            self._fill_slots_of_bucket()
         self._runner.resize(smallest)
         if self.prefills_together:
             self._runner.start_batch_like(request)

@@ -154,9 +154,9 @@ def test_a_request_of_other_settings_compiles_nothing_that_was_compiled_aside(
 
     batch = [of(sampling, 3, 40, i) for i, sampling in enumerate([sj.Sampling(), *before])]
     decoded(running, of(sj.Sampling(), 130, 4, 9), *batch)  # a capacity above the new one's
-    capacity = running.capacity
+    known = running.inputs, running.capacity
     new = of(settings, 4, 30, 5)
-    warm_up_in_background(engine, 3, LIMITS, new, batch, capacity, logprobs=False, prefixes=2)
+    warm_up_in_background(engine, 3, LIMITS, new, *known, logprobs=False, prefixes=2)
     warm = traces(engine)
     assert decoded(running, batch[0], new) == {0: 40, 5: 30}
     assert traces(engine) == warm
@@ -167,7 +167,7 @@ def test_nothing_compiles_after_a_warmup_for_all_lengths(target):
     engine = make_engine(target, None, sj.method("lookup"), {})
     limits = Bounds(260, 300)
     running = Scheduler(engine, 2, SAMPLING, limits, prefixes=2)
-    warm_up_all_lengths(engine, 2, limits, logprobs=False, prefixes=2)
+    warm_up_all_lengths(engine, 2, limits, SAMPLING, logprobs=False, prefixes=2)
     warm = traces(engine)
     for lengths in ((1, 260), (260, 17), (140,), (60, 9, 250), (30, 2)):
         requests = [a_request(length, 40, number) for number, length in enumerate(lengths)]

@@ -289,7 +289,7 @@ def test_a_method_that_failed_leaves_nothing_in_memory(server, monkeypatch):
         gc.enable()
 
 
-class CompilingAside:
+class CompilingInBackground:
     """Compilations for other lengths and settings, which wait until ``end`` is set."""
 
     def __init__(self, fails=False):
@@ -311,7 +311,7 @@ def test_a_longer_prompt_compiles_aside(server, pool, monkeypatch, length, fails
 
     Another one of that length, whose options compile nothing new, waits for the same programs.
     """
-    compiling = CompilingAside(fails)
+    compiling = CompilingInBackground(fails)
     monkeypatch.setattr(engine_thread, "warm_up_in_background", compiling)
     long = {"prompt": [5] * length, "max_tokens": 2, "temperature": 0}
     ask = pool.submit(server.ask, "POST", "/v1/completions", long)
@@ -327,6 +327,9 @@ def test_a_longer_prompt_compiles_aside(server, pool, monkeypatch, length, fails
     assert len(texts) == 1 and compiling.calls == 1
 
 
+OTHER_SETTINGS = {"frequency_penalty": 0.5, "top_n_sigma": 2}  # of every kind but grammars
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -339,13 +342,19 @@ def test_a_longer_prompt_compiles_aside(server, pool, monkeypatch, length, fails
 )
 def test_settings_that_a_batch_has_not_had_compile_aside(models, pool, monkeypatch, settings):
     """Other requests of its method go on, and afterwards nothing is left to compile."""
-    compiling = CompilingAside()
+    compiling = CompilingInBackground()
     monkeypatch.setattr(engine_thread, "warm_up_in_background", compiling)
     with serving(*models, *LIMITS) as server:
         plain = {"prompt": "a", "max_tokens": 4}
         server.complete(**plain)
         submission = server.admission.make_submission(CompletionBody(**plain), print)
-        method = submission.variant.engine.method
+        programs = (loop.run_rounds, loop.fill_slots, loop.prefill_chunks, loop.begin_prefill)
+
+        def sizes():
+            """How often each program of the method has been traced."""
+            made = [program.made.get(submission.variant.engine.method, {}) for program in programs]
+            return [{key: program._cache_size() for key, program in of.items()} for of in made]
+
         ask = pool.submit(server.ask, "POST", "/v1/completions", plain | settings)
         until(lambda: compiling.calls)
         for _ in range(3):
@@ -353,13 +362,70 @@ def test_settings_that_a_batch_has_not_had_compile_aside(models, pool, monkeypat
         assert not ask.done() and server.engine.num_waiting == 1
         compiling.end.set()
         until(lambda: server.engine._compilation is None)
-        programs = [loop.run_rounds(method), loop.fill_slots(method)]
-        compiled = [program._cache_size() for program in programs]
+        compiled = sizes()
         assert ask.result()[0] == 200
         for body in (plain, plain | settings, plain):
             assert server.complete(**body)["choices"]
-        assert [program._cache_size() for program in programs] == compiled
-        assert compiling.calls == 2, "for the new settings, and for none beside them"
+        assert sizes() == compiled
+        assert compiling.calls == 1, "others join that batch as it is"
+
+        compiled = []
+        monkeypatch.setattr(
+            engine_thread,
+            "warm_up_in_background",
+            lambda *args, **named: compiled.append(compiling(*args, **named) or sizes()),
+        )
+        both = plain | settings | OTHER_SETTINGS
+        for _ in range(2):
+            assert server.complete(**both)["choices"]
+        assert sizes() == compiled[-1] and len(compiled) == 1
+
+
+def test_clients_take_turns_with_what_compiles_in_the_background(models, pool, monkeypatch):
+    """One that asks for many lengths does not keep another one waiting for all of them."""
+    compiling = CompilingInBackground()
+    compiled = []
+
+    def note(*args, **named):
+        compiled.append(len(args[3].tokens))
+        compiling(*args, **named)
+
+    monkeypatch.setattr(engine_thread, "warm_up_in_background", note)
+    with serving(*models, *LIMITS) as server:
+        server.complete(prompt="a", max_tokens=1)
+
+        def ask(length, address):
+            body = {"prompt": [5] * length, "max_tokens": 1}
+            return pool.submit(server.ask, "POST", "/v1/completions", body, address)
+
+        asks = []
+        for length, address in ((40, A), (200, A), (400, A), (560, B)):
+            asks.append(ask(length, address))
+            until(lambda: server.engine.num_waiting == len(asks))
+            until(lambda: compiling.calls)
+        compiling.end.set()
+        assert all(ask.result()[0] == 200 for ask in asks)
+        assert sorted(compiled) == [40, 200, 400, 560]
+        assert compiled.index(560) <= 2, "the other client's third length came first"
+
+
+def test_a_batch_that_has_grown_compiles_nothing_for_short_prompts(
+    models, slowly, pool, monkeypatch
+):
+    """The rounds of its cache positions have been compiled where it grew."""
+    compiling = CompilingInBackground()
+    compiling.end.set()
+    monkeypatch.setattr(engine_thread, "warm_up_in_background", compiling)
+    with serving(*models, *LIMITS) as server:
+        short = {"prompt": [5] * 17, "max_tokens": 1}
+        server.complete(**short)
+        long = short | {"max_tokens": 300, "ignore_eos": True}
+        row = pool.submit(server.complete, **long)
+        (queue,) = server.engine._queues.values()
+        until(lambda: queue.capacity > 128)
+        assert server.complete(**short)["choices"] and not row.done()
+        assert row.result()["choices"]
+        assert compiling.calls == 1, "for the row that ignores EOS, and for none beside it"
 
 
 def test_what_short_prompts_run_is_compiled_ahead(models, monkeypatch):
@@ -415,7 +481,7 @@ def test_clients_that_mean_it_ill_keep_nobody_from_being_served():
 
 
 def test_a_client_that_leaves_frees_its_longer_prompt(server, monkeypatch):
-    compiling = CompilingAside()
+    compiling = CompilingInBackground()
     monkeypatch.setattr(engine_thread, "warm_up_in_background", compiling)
     body = CompletionBody(prompt=[5] * 450, max_tokens=2)
     submission = server.admission.make_submission(body, lambda *_: None)
