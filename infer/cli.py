@@ -23,6 +23,7 @@ from specjax._util.command_line import (  # noqa: F401
     SELF,
     add_devices,
     add_models,
+    add_seed,
     checked,
     draft,
     mesh_axes,
@@ -110,13 +111,7 @@ def add_sampling(group: argparse._ActionsContainer, of_model: bool = False) -> N
     )
     if of_model:
         add_generation_config(group)
-    group.add_argument(
-        "--seed",
-        type=seed,
-        default=0,
-        metavar="S",
-        help="seed of the random numbers; the same seed gives the same text (default: %(default)s)",
-    )
+    add_seed(group)
 
 
 def add_generation_config(group: argparse._ActionsContainer) -> None:

@@ -102,6 +102,17 @@ def add_devices(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     return group
 
 
+def add_seed(group: argparse._ActionsContainer) -> None:
+    """Adds ``--seed`` to a parser or an argument group."""
+    group.add_argument(
+        "--seed",
+        type=seed,
+        default=0,
+        metavar="S",
+        help="seed of the random numbers; the same seed gives the same text (default: %(default)s)",
+    )
+
+
 def wrong_value(text: str, expected: str) -> argparse.ArgumentTypeError:
     """The error that an argparse type raises."""
     return argparse.ArgumentTypeError(f"{text}: expected {expected}")

@@ -19,8 +19,8 @@ from specjax._util.command_line import (
     REPEATABLE,
     add_devices,
     add_models,
+    add_seed,
     checked,
-    seed,
     setting,
     temperature,
     whole,
@@ -123,13 +123,7 @@ def _add_decoding(out: Parser) -> None:
         metavar="B",
         help="conversations answered at the same time (default: %(default)s)",
     )
-    group.add_argument(
-        "--seed",
-        type=seed,
-        default=0,
-        metavar="S",
-        help="seed of the random numbers; the same seed gives the same text (default: %(default)s)",
-    )
+    add_seed(group)
     group.add_argument(
         "--repeats",
         choices=["keep", "drop"],
