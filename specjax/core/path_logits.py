@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from specjax._util.checks import LARGEST
 from specjax.core import probs
 from specjax.core.types import NO_TOKEN, DecodeState, Inputs, PathSettings, TokenCounts
 
@@ -178,10 +179,11 @@ def _bound_length(settings: PathSettings, state: DecodeState, x: Logits, paths: 
     x = jnp.where(ends & too_early, probs.NEVER, x)
 
     past = jnp.maximum(written - settings.decay_start[:, None], 0)
-    growth = settings.decay_factor[:, None] ** past - 1
+    # Bounded, because nothing may become infinite: inf − inf would be NaN.
+    growth = jnp.minimum(settings.decay_factor[:, None] ** past, LARGEST) - 1
+    grown = jnp.minimum(x + jnp.abs(x) * growth[..., None], LARGEST)
     # A banned end stays banned: −inf plus |−inf| would be NaN.
-    decays = ends & (x > probs.NEVER)
-    return jnp.where(decays, x + jnp.abs(x) * growth[..., None], x)
+    return jnp.where(ends & (x > probs.NEVER), grown, x)
 
 
 # --- of one node -------------------------------------------------------------------------------
@@ -193,12 +195,17 @@ def repeating_tokens(
     """Tokens that would complete an n-gram that the first ``length`` tokens have; none if n = 0."""
     at = jnp.arange(tokens.shape[0])
 
-    def compare(back, same):
-        return same & (jnp.roll(tokens, back) == tokens[length - back])
+    def goes_on(carry):
+        back, same = carry
+        return (back < n) & jnp.any(same)  # n may be far beyond the text
+
+    def compare(carry):
+        back, same = carry
+        return back + 1, same & (jnp.roll(tokens, back) == tokens[length - back])
 
     # same[i]: the n − 1 tokens before place i are the last n − 1 tokens.
     same = (at >= n - 1) & (at < length) & (n > 0)
-    same = jax.lax.fori_loop(1, n, compare, same)
+    _, same = jax.lax.while_loop(goes_on, compare, (jnp.int32(1), same))
     return jnp.zeros((vocab,), bool).at[jnp.where(same, tokens, vocab)].set(True, mode="drop")
 
 

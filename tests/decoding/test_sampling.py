@@ -232,6 +232,33 @@ def test_dry_penalizes_by_the_length_of_the_repetition():
     np.testing.assert_allclose(broken[0], raw - np.log(np.exp(raw).sum()), atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"no_repeat_ngram_size": 2**31 - 1},
+        {"exponential_decay_length_penalty": (0, 1e30)},
+        {"exponential_decay_length_penalty": (2**31 - 1, 1e30)},
+        {"exponential_decay_length_penalty": (0, 1e30), "presence_penalty": 1e30},
+        {"repetition_penalty": 1e30},
+        {"repetition_penalty": 1e-30, "frequency_penalty": -1e30},
+        {"dry_multiplier": 1e30, "dry_base": 1e30, "dry_allowed_length": 0},
+        {"logit_bias": {5: 1e30, 6: -1e30}},
+        {"min_tokens": 2**31 - 1},
+        {"top_p": 1e-30, "top_n_sigma": 1e-30, "min_p": 1.0},
+    ],
+    ids=str,
+)
+def test_extreme_settings_leave_a_distribution_and_take_no_longer(given):
+    """A client of a server may ask for them. A loop over 2³¹ tokens would never end."""
+    generator = np.random.Generator(np.random.Philox(1))
+    tokens = generator.integers(0, 12, (16, 20))
+    logits = generator.normal(size=(16, VOCAB)).astype(np.float32)
+    logits[3] = 0
+    for temperature in (1.0, 1e-30):
+        got = law_of(sj.Sampling(temperature, **given), tokens, 20, logits)
+        np.testing.assert_allclose(np.exp(got).sum(-1), 1, atol=1e-4)
+
+
 def test_top_n_sigma_keeps_logits_near_the_largest():
     logits = np.random.Generator(np.random.Philox(2)).normal(size=(4, VOCAB)).astype(np.float32)
     got = law_of(sj.Sampling(3.0, top_n_sigma=1.0), np.zeros((4, 9), int), 9, logits)
