@@ -40,7 +40,7 @@ from infer.scoring import PromptScores
 from infer.serve.fairness import QueueFull, fits
 from infer.serve.hosts import Followers
 from infer.serve.log import LOG
-from infer.serve.programs import Programs, Shape
+from infer.serve.programs import MAX_COMPILATIONS, Programs, Shape
 from infer.serve.variants import Submission, Variant, VariantQueue, request_message
 from specjax._util.memory import return_memory
 from specjax.core.types import Inputs
@@ -359,6 +359,8 @@ class EngineThread:
                 waited += queue.held.drop(lambda request: request.request_id in ids)
                 self._count_out(submission.client, waited)
                 queue.dropped |= ids
+                for request_id in ids:
+                    del queue.compilations_of[request_id]
         for request_id in ids:
             del self._owners[request_id]
         self._followers.note("cancel", requests=sorted(ids))
@@ -405,27 +407,29 @@ class EngineThread:
         """Takes the next request; ``_change`` is held."""
         while not queue.draining and len(queue.waiting):
             client, request = queue.waiting.pop()
-            if self._must_wait_for_programs(queue, request):
+            if not self._can_run(queue, request):
                 queue.held.extend(client, [request])
                 continue
+            del queue.compilations_of[request.request_id]
             self._count_out(client, 1)
             return request
         return None
 
     # --- programs for further lengths and settings -----------------------------------------------
 
-    def _must_wait_for_programs(self, queue: VariantQueue, request: Request) -> bool:
-        """Whether a request would compile programs for its shape while others run."""
+    def _can_run(self, queue: VariantQueue, request: Request) -> bool:
+        """Whether a request may run now: it compiles no programs then, or has waited enough."""
         key = queue.variant.programs
         if self._is_compiled(queue, request):
-            return False
-        if self._workers > 1 and not self._programs.is_new(key):
             return True
+        begun = queue.compilations_of[request.request_id]
+        if self._workers > 1 and begun < MAX_COMPILATIONS and not self._programs.is_new(key):
+            return False
         # They compile where it runs.
         shape = self._shape(queue, request)
         assert shape is not None, "without a shape there is nothing to wait for"
         self._programs.add_shape(key, shape)
-        return False
+        return True
 
     def _shape(self, queue: VariantQueue, request: Request) -> Shape | None:
         """The shape of a request that joins the queue's batch."""
@@ -454,6 +458,7 @@ class EngineThread:
                 queue.compilations += 1
                 client, request = queue.held.pop()
                 queue.held.extend(client, [request])  # until it is compiled, behind its others
+                queue.compilations_of[request.request_id] += 1
                 return self._compilation_for(queue, request)
             while self._ahead:
                 job = self._ahead.popleft()
@@ -496,7 +501,7 @@ class EngineThread:
             self._programs.add_shape(key, job.shape)
             for queue in self._queues.values():  # one for each of their settings
                 if queue.variant.programs == key:
-                    queue.release(functools.partial(self._is_compiled, queue))
+                    queue.release(functools.partial(self._can_run, queue))
 
     def _count_out(self, client: Hashable, rows: int) -> None:
         """Subtracts rows that wait no longer; ``_change`` is held."""

@@ -14,6 +14,7 @@ from specjax.core.protocols import Method
 from specjax.runtime.grammar_rounds import forget
 
 MAX_NEW = 8  # variants that wait to compile, or do so
+MAX_COMPILATIONS = 3  # in the background for one request; after them it compiles where it runs
 MAX_COMPILED = 6  # variants whose programs stay in memory, unless more have a scheduler
 
 Key = tuple[Method, bool]  # the method, and whether it returns log-probabilities

@@ -7,6 +7,7 @@ it one.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -64,7 +65,7 @@ class Variant:
         Args:
           kinds: those of its settings.
           batch: the kinds of settings of the running batch.
-          batch_capacity: the batch's cache positions; 0: nothing runs.
+          batch_capacity: the cache positions of its batch slots; 0: there are none yet.
         """
         engine = self.engine
         if engine.method.needs_full_length or engine.auto_length:
@@ -159,6 +160,7 @@ class VariantQueue:
         # Requests that wait until programs for their shape are compiled.
         self.held: RoundRobinQueue[Request] = RoundRobinQueue()
         self.compilations = 0  # in the background, for its held requests
+        self.compilations_of: collections.Counter[int] = collections.Counter()  # by request id
         self.dropped: set[int] = set()  # ids of canceled requests that the scheduler still has
         self.working = False  # a worker polls it; nobody else may touch its scheduler
         self.draining = False  # it starts no new requests, because another queue waits to run
@@ -188,8 +190,8 @@ class VariantQueue:
 
     @property
     def capacity(self) -> int:
-        """The cache positions of its running batch; 0: nothing runs."""
-        return self.scheduler.capacity if self.running else 0
+        """The cache positions of its batch slots, whether requests have them or not; 0: none."""
+        return 0 if self.scheduler is None else self.scheduler.capacity
 
     def release(self, is_ready: Callable[[Request], bool]) -> None:
         """Lets held requests wait for a batch slot that are ready for one."""

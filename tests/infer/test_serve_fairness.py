@@ -18,7 +18,13 @@ import pytest
 from infer.serve import app, engine_thread, programs
 from infer.serve.app import client_at
 from infer.serve.fairness import FairSemaphore, QueueFull, RoundRobinQueue, fits
-from infer.serve.programs import MAX_COMPILED, MAX_NEW, Programs, TooManyNew
+from infer.serve.programs import (
+    MAX_COMPILATIONS,
+    MAX_COMPILED,
+    MAX_NEW,
+    Programs,
+    TooManyNew,
+)
 from infer.serve.schemas import CompletionBody
 from infer.serve.server import _allowed_methods
 from infer.serve.variants import VariantQueue
@@ -426,6 +432,34 @@ def test_a_batch_that_has_grown_compiles_nothing_for_short_prompts(
         assert server.complete(**short)["choices"] and not row.done()
         assert row.result()["choices"]
         assert compiling.calls == 1, "for the row that ignores EOS, and for none beside it"
+
+
+def test_an_idle_batch_that_has_grown_takes_new_settings(models, monkeypatch):
+    """It keeps its cache positions, so the programs for those compile, and once."""
+    compiling = CompilingInBackground()
+    compiling.end.set()
+    monkeypatch.setattr(engine_thread, "warm_up_in_background", compiling)
+    with serving(*models, *LIMITS) as server:
+        server.complete(prompt="a", max_tokens=300, ignore_eos=True)
+        calls = compiling.calls
+        (queue,) = server.engine._queues.values()
+        assert queue.scheduler.capacity > 128 and not queue.running
+        for _ in range(2):
+            assert server.complete(prompt="a", max_tokens=2, top_n_sigma=1)["choices"]
+        assert compiling.calls == calls + 1
+
+
+def test_a_request_waits_for_few_compilations(models, monkeypatch):
+    """Others may change what its batch runs each time. Then it compiles where it runs."""
+    calls = []
+    monkeypatch.setattr(engine_thread, "warm_up_in_background", lambda *args, **_: calls.append(1))
+    monkeypatch.setattr(Programs, "add_shape", lambda *args: None)
+    with serving(*models, *LIMITS) as server:
+        server.complete(prompt="a", max_tokens=1)
+        assert server.complete(prompt="a", max_tokens=2, top_n_sigma=1)["choices"]
+        assert len(calls) == MAX_COMPILATIONS
+        (queue,) = server.engine._queues.values()
+        assert not queue.compilations_of
 
 
 def test_what_short_prompts_run_is_compiled_ahead(models, monkeypatch):
