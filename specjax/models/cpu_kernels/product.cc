@@ -204,9 +204,10 @@ void InParallel(ffi::ThreadPool& pool, int64_t count, const Work& work) {
 constexpr int64_t kInputs = 2048;  // inputs that are multiplied before the next ones are read
 constexpr int kOutputs = 3;        // outputs and rows whose sums are in registers together
 constexpr int kRows = 4;
-// Up to so many rows outputs are computed one by one. Weights are then read in the order in which
-// they lie, so that the CPU fetches them ahead by itself, faster than from three places at a time.
-// With more rows arithmetic decides, and three outputs share what is read of the rows.
+// Up to so many rows outputs of floats are computed one by one. Weights are then read in the order
+// in which they lie, so that the CPU fetches them ahead by itself, faster than from three places at
+// a time. With more rows arithmetic decides, and three outputs share what is read of the rows. With
+// int8 it always does: to widen the weights takes longer than to read them.
 constexpr int64_t kStreamedRows = 4;
 constexpr int64_t kPadding = 16;  // floats between widened outputs, so that they share no cache set
 
@@ -297,10 +298,11 @@ void DenseOutputs(int64_t rows, int64_t inputs, int64_t first, int64_t count, co
                   const T* w, const float* scales, const Results& y) {
   thread_local std::vector<float> sums;
   sums.assign(rows * count, 0.0f);
+  const bool is_streamed = sizeof(T) > 1 && rows <= kStreamedRows;
   for (int64_t i = 0; i < inputs; i += kInputs) {
     const int64_t some = std::min(kInputs, inputs - i);
     int64_t o = 0;
-    for (; rows > kStreamedRows && o + kOutputs <= count; o += kOutputs) {
+    for (; !is_streamed && o + kOutputs <= count; o += kOutputs) {
       const T* at = w + (first + o) * inputs + i;
       AddDotsOfRows<T, kOutputs>(rows, x + i, inputs, at, inputs, some, at + kOutputs * inputs,
                                  &sums[o], count);
