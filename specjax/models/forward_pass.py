@@ -28,6 +28,7 @@ from specjax.models import blocks, sharding
 from specjax.models.adapters import attach_adapters
 from specjax.models.attention import decode_kernel, dense, long_cache, range_kernel
 from specjax.models.attention.long_sequences import Attend, long_attention
+from specjax.models.attention.path_order import PathOrder
 from specjax.models.blocks import Decoder, Remat
 from specjax.models.cache import KVCache, write
 from specjax.models.config import ModelConfig
@@ -346,12 +347,17 @@ def forward(
     """
     n = tokens.shape[1]
     count = n if visible is None else visible.shape[-1]
+    order = None
+    if visible is not None and base is None and n <= pass_width > 1:
+        order = PathOrder.of(start, visible)
     if pass_width > n:
+        order = order and order.padded(pass_width)
         tokens = pad_pass(tokens, pass_width)
         positions = pad_pass(positions, pass_width)
         visible = _pad_optional(visible, pass_width)
         features = _pad_optional(features, pass_width)
-    queries = _Queries(positions, start if base is None else base, visible, count, tree_positions)
+    base = start if base is None else base
+    queries = _Queries(positions, base, visible, count, tree_positions, order)
     attend = _CacheAttention(cfg, cache, queries, start, n)
     run = module_of(cfg, attach_adapters(cfg, params, tokens))
     hidden, aux_states = run(tokens, positions, attend, aux_layers=aux_layers, features=features)
@@ -366,6 +372,7 @@ class _Queries(NamedTuple):
     visible: Bool[Array | np.ndarray, "B N T"] | None
     count: int
     tree_positions: Int[Array, "B T"] | None
+    order: PathOrder | None  # of a tree's pass whose bits are to be a chain's
 
 
 class _LayerKind(NamedTuple):
@@ -426,7 +433,7 @@ def _attention_of_kind(cfg: ModelConfig, kind: _LayerKind, queries: _Queries) ->
       ValueError: the pass has more tokens than a ring has room for.
     """
     tokens = queries.positions.shape[1]
-    positions, base, visible, count, tree_positions = _pad_single_query(cfg, queries)
+    positions, base, visible, count, tree_positions, order = _pad_single_query(cfg, queries)
     window, capacity, is_ring = kind
     if is_ring:
         _check_ring_room(kind, count)
@@ -435,22 +442,24 @@ def _attention_of_kind(cfg: ModelConfig, kind: _LayerKind, queries: _Queries) ->
     distance = None
     reads_whole = long_cache.reads_whole(positions.size * cfg.num_heads, capacity)
     # Of a plain chain the mask follows from the positions.
-    has_mask = is_ring or visible is not None or (cfg.chunked and window is not None)
+    is_chunked = cfg.chunked and window is not None
+    has_mask = is_ring or visible is not None or is_chunked
     if has_mask:
         mask = dense.cache_mask(
             positions, base, visible, count, capacity, window, tree_positions, cfg.chunked
         )
         if cfg.alibi:
             distance = dense.cache_distances(positions, base, count, capacity, tree_positions)
-    elif reads_whole:
+    own_mask = mask
+    if is_ring or is_chunked or not reads_whole:
+        order = None  # their sums have an order of their own
+    if order is not None or (reads_whole and not has_mask):
         # A chain: each token is in the cache position of its position.
         distance = dense.chain_distances(positions, capacity)
         mask = dense.in_window(distance, window)
     last_visible = base + count - 1
     # Blocks before the window are skipped, except in a ring: there they may hold newer tokens.
     skip_window = None if is_ring else window
-
-    own_mask = mask if has_mask else None
 
     def attend(q, k, v, sinks):
         if decode_kernel.supports_decode(positions.shape[1], cfg.num_heads, k, transform):
@@ -465,7 +474,7 @@ def _attention_of_kind(cfg: ModelConfig, kind: _LayerKind, queries: _Queries) ->
             q = pad_pass(q, positions.shape[1])
         if reads_whole:
             assert mask is not None, "a cache that is read whole has a mask"
-            out = dense.dense_attention(q, k, v, mask, transform, distance, sinks)
+            out = dense.dense_attention(q, k, v, mask, transform, distance, sinks, order)
         else:
             out = long_cache.cached_attention(
                 q,
@@ -492,9 +501,10 @@ def _pad_single_query(cfg: ModelConfig, queries: _Queries) -> _Queries:
     width = platform().head_queries
     if queries.positions.shape[1] * cfg.num_heads >= width * cfg.cached_heads:
         return queries
-    positions, base, visible, count, tree_positions = queries
-    return _Queries(
-        pad_pass(positions, width), base, _pad_optional(visible, width), count, tree_positions
+    return queries._replace(
+        positions=pad_pass(queries.positions, width),
+        visible=_pad_optional(queries.visible, width),
+        order=queries.order and queries.order.padded(width),
     )
 
 

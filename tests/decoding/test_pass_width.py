@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 import specjax as sj
+from specjax.core import tree
+from specjax.core.tree import NO_PARENT
 from specjax.demo.heldout import held_out_functions
 from support import variants
 from support.variant_models import build
@@ -18,9 +20,9 @@ MODELS = ("codellama", "gemma2", "bloom")  # plain, sliding windows and caps, AL
 
 
 @functools.cache
-def net(name, pass_width):
+def net(name, pass_width, dtype=jnp.bfloat16):
     cfg, params, _ = build(name)
-    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    params = jax.tree.map(lambda x: x.astype(dtype), params)
     return sj.from_params(cfg, params, pass_width=pass_width).net
 
 
@@ -53,6 +55,54 @@ def test_bfloat16_logits_are_the_same_bits_however_many_tokens_a_pass_has(name, 
 def test_they_are_not_where_passes_are_as_wide_as_their_tokens():
     """Without padding the bits differ; otherwise the test above could not fail."""
     assert any((prefilled(name, 1, 6) != prefilled(name, 1, 1)).any() for name in MODELS)
+
+
+PARENTS = np.array([[NO_PARENT, 0, 0, 1, 1, 2, 2, 3, 4, 5, 6]] * 2)  # branching 2, 2, 1
+TREE_WIDTH = 16
+
+
+@pytest.mark.parametrize("static", [True, False])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_nodes_of_a_tree_have_the_bits_of_plain_decoding(name, dtype, static):
+    """Each path, token by token; the cache's own places would give two thirds other bits."""
+    model = net(name, TREE_WIDTH, dtype)
+    tokens = np.random.Generator(np.random.Philox(3)).integers(5, 60, (2, 61))
+    nodes = np.random.Generator(np.random.Philox(4)).integers(5, 60, PARENTS.shape)
+    start = jnp.full((2,), tokens.shape[1])
+    cache, _ = jax.jit(
+        lambda net: net.prefill_chunk(net.cache(2, 128), jnp.asarray(tokens), start * 0)
+    )(model)
+
+    def of_tree(net, cache, parents):
+        visible = tree.ancestors(PARENTS if static else parents, 4)
+        positions = start[:, None] + tree.depths(visible)
+        return net.logits(cache, jnp.asarray(nodes), start, positions, visible).logits
+
+    got = np.asarray(jax.jit(of_tree)(model, cache, jnp.asarray(PARENTS)))
+    for leaf in (7, 8, 9, 10):
+        path = [leaf]
+        while path[0] != 0:
+            path.insert(0, PARENTS[0, path[0]])
+        after = cache
+        for depth, node in enumerate(path):
+            want, after, _ = RUN(model, after, nodes[:, node, None], start + depth)
+            np.testing.assert_array_equal(got[:, node], want[:, 0], err_msg=f"node {node}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("specinfer", {"branching": (2, 2, 1)}), ("spectr", {"chains": 2, "gamma": 4})],
+)
+def test_greedy_bfloat16_rows_of_trees_are_plain_decodings(method, options):
+    load = functools.partial(sj.load, dtype="bfloat16", pass_width=TREE_WIDTH)
+    target, draft = load("demo"), load("demo-draft")
+    prompts = [function.prompt for function in held_out_functions(8)[0]]
+    run = functools.partial(sj.generate, target, prompts, max_new_tokens=24, batch_size=8)
+    got, want = run(method=method, draft=draft, options=options), run()
+    assert list(map(list, got.tokens)) == list(map(list, want.tokens))
+    assert got.stats["rounds"].sum() < want.stats["rounds"].sum()
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from specjax.models.attention.path_order import PathOrder
 from specjax.models.quantized_cache import KVBuffer, key_scores, weighted_values
 from specjax.models.sharding import own_part
 
@@ -253,21 +254,25 @@ def dense_attention(
     transform: ScoreTransform = SCALE_ONLY,
     distance: Int[Array, "B N S"] | None = None,
     sinks: Float[Array, "H"] | None = None,
+    order: PathOrder | None = None,
 ) -> Float[Array, "B N H E"]:
     """Softmax attention over the whole key axis; scores and softmax in float32.
 
     A query that sees nothing gets the mean of all values, which means nothing.
     ``distance``, which only ALiBi reads, is :func:`distances` or :func:`cache_distances`.
+    ``order`` of a tree: ``mask`` and ``distance`` are those of a chain then.
     """
     n = q.shape[1]
     q = group_queries(q, k.shape[1], transform)
-    scores = masked_scores(q, k, mask, distance, transform)
+    scores = masked_scores(q, k, mask, distance, transform, order)
     if sinks is None:
         weights = jax.nn.softmax(scores, axis=-1)
     else:
         column = grouped_sinks(sinks, k.shape[1], n)[..., None]
         column = jnp.broadcast_to(column, (*scores.shape[:-1], 1))
         weights = jax.nn.softmax(jnp.concatenate([scores, column], axis=-1), axis=-1)[..., :-1]
+    if order is not None:
+        weights = order.tree(weights)
     return ungroup_queries(weighted_values(weights, v, q.dtype), n)
 
 
@@ -299,12 +304,15 @@ def masked_scores(
     mask: Bool[Array, "B N S"] | None,
     distance: Int[Array, "B N S"] | None,
     transform: ScoreTransform,
+    order: PathOrder | None = None,
 ) -> Float[Array, "B K R S"]:
     """float32 scores of grouped queries, :data:`MASKED_SCORE` where ``mask`` is false.
 
-    ``mask`` None: every query sees every key.
+    ``mask`` None: every query sees every key. ``order``: they are put where a chain's are.
     """
     scores = transform.apply_softcap(key_scores(q, k))
+    if order is not None:
+        scores = order.chain(scores)
     if transform.alibi:
         assert distance is not None, "ALiBi needs the distance of each key"
         per_query = scores.reshape(*q.shape[:2], -1, distance.shape[1], k.shape[2])
