@@ -55,13 +55,17 @@ class PathOrder(NamedTuple):
         """The inverse of :meth:`chain`."""
         return self._moved(weights, self.place)
 
-    def _moved(self, x: Float[Array, "B K R S"], order: Array | np.ndarray):
+    def _moved(
+        self, x: Float[Array, "B K R S"], order: Int[Array | np.ndarray, "B Q N"]
+    ) -> Float[Array, "B K R S"]:
+        """``x`` with the entries at the tree's places in this order."""
         queries, nodes = order.shape[1:]
         order = jnp.tile(jnp.asarray(order), (1, x.shape[2] // queries, 1))
-
-        def of_row(x, start, order):
-            own = jax.lax.dynamic_slice_in_dim(x, start, nodes, axis=-1)
-            moved = jnp.take_along_axis(own, order[None], axis=-1, mode="clip")
-            return jax.lax.dynamic_update_slice_in_dim(x, moved, start, axis=-1)
-
-        return jax.vmap(of_row)(x, self.start, order)
+        is_source = order[..., None] == jnp.arange(nodes)
+        # Passes are padded for few rows alone. Under vmap this would be a gather and a scatter.
+        for row in range(x.shape[0]):
+            first = (row, 0, 0, self.start[row])
+            own = jax.lax.dynamic_slice(x, first, (1, *x.shape[1:3], nodes))
+            moved = jnp.sum(jnp.where(is_source[row], own[..., None, :], 0.0), axis=-1)
+            x = jax.lax.dynamic_update_slice(x, moved, first)
+        return x
