@@ -444,7 +444,10 @@ class EngineThread:
         key = queue.variant.programs
         if queue.running:  # what the batch runs now is compiled
             self._programs.add_rounds(key, queue.capacity, queue.kinds)
-        return self._programs.has_shape(key, shape)
+        shapes = [shape]
+        if queue.scheduler is None or queue.scheduler.is_idle:  # it may start a batch anew
+            shapes.append(shape._replace(batch_capacity=shape.capacity))
+        return all(self._programs.has_shape(key, shape) for shape in shapes)
 
     def _next_compilation(self) -> Compilation | None:
         """Programs for a request that is held back; queues and their clients take turns.

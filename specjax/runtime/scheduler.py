@@ -146,6 +146,11 @@ class Scheduler:
         return self._runner.capacity
 
     @property
+    def is_idle(self) -> bool:
+        """Whether no request has a batch slot or is about to get one; any thread may ask."""
+        return not (any(self._slots) or self._prefill_slots)
+
+    @property
     def kinds(self) -> frozenset[str]:
         """The kinds of settings that the batch's programs have; any thread may ask."""
         return self._runner.kinds
