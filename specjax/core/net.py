@@ -58,9 +58,9 @@ class Net:
     rows that an accelerator would take longer for it (:meth:`padded_width`). The accelerator's
     matrix unit then has enough rows to stream the weights at full speed. And a token's logits do
     not depend on how many tokens are in the pass, not even in bfloat16. So greedy speculative
-    decoding equals plain decoding for chains and trees that fit into the width with their root,
-    with at most ``FREE_TOKENS // pass_width`` rows. Trees are not covered by the kernel that GPUs
-    use, in caches that are read block by block, and in layers whose cache is a ring.
+    decoding equals plain decoding for chains that fit into the width with their root, with at most
+    ``FREE_TOKENS // pass_width`` rows. On a CPU the same holds of trees, but not in caches that are
+    read block by block, nor in layers whose cache is a ring.
     """
 
     params: dict

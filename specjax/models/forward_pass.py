@@ -348,7 +348,7 @@ def forward(
     n = tokens.shape[1]
     count = n if visible is None else visible.shape[-1]
     order = None
-    if visible is not None and base is None and n <= pass_width > 1:
+    if platform().orders_trees and visible is not None and base is None and n <= pass_width > 1:
         order = PathOrder.of(start, visible)
     if pass_width > n:
         order = order and order.padded(pass_width)
