@@ -325,13 +325,11 @@ def forward(
     """Runs N new tokens per row against the cache and writes them at ``start``.
 
     Write, then commit: the new keys and values go to the cache positions ``start .. start + N - 1``
-    of their row. Which of them are kept is decided later
-    (:func:`specjax.models.cache.commit_path`).
+    of their row. :func:`specjax.models.cache.commit_path` decides later which of them are kept.
 
     Args:
       positions: int32; in a token tree ``start + depth``, not the cache position.
-      start: int32, the cache position of each row's first new token. ``start + N`` must not exceed
-        the capacity: ``dynamic_update_slice`` would shift the write.
+      start: int32, the cache position of each row's first new token, at most the capacity − N.
       visible: ``visible[b, i, j]``: new token i sees the token at cache position ``base + j``.
         None: the new tokens are a causal chain.
       base: int32, the number of committed tokens; ``start`` by default. It is below ``start`` if
@@ -347,11 +345,8 @@ def forward(
     """
     n = tokens.shape[1]
     count = n if visible is None else visible.shape[-1]
-    order = None
-    if platform().orders_trees and visible is not None and base is None and n <= pass_width > 1:
-        order = PathOrder.of(start, visible)
+    order = None if base is not None else _path_order(start, visible, pass_width)
     if pass_width > n:
-        order = order and order.padded(pass_width)
         tokens = pad_pass(tokens, pass_width)
         positions = pad_pass(positions, pass_width)
         visible = _pad_optional(visible, pass_width)
@@ -362,6 +357,20 @@ def forward(
     run = module_of(cfg, attach_adapters(cfg, params, tokens))
     hidden, aux_states = run(tokens, positions, attend, aux_layers=aux_layers, features=features)
     return ForwardPass(hidden, attend.cache(), aux_states)
+
+
+def _path_order(
+    start: Int[Array, "B"], visible: Bool[Array | np.ndarray, "B N T"] | None, pass_width: int
+) -> PathOrder | None:
+    """The order of a whole tree's keys in a padded pass.
+
+    None: there is no tree, it does not fit into the width, or the platform does without.
+    """
+    if visible is None or pass_width == 1 or visible.shape[1] > pass_width:
+        return None
+    if not platform().orders_trees:
+        return None
+    return PathOrder.of(start, visible).padded(pass_width)
 
 
 class _Queries(NamedTuple):
