@@ -209,7 +209,7 @@ class Scheduler:
 
     def _admit(self) -> bool:
         """Moves waiting requests on; returns whether any request is prefilling or running."""
-        if any(self._slots) or self._prefill_slots:
+        if not self.is_idle:
             self._prefill_waiting(self._token_budget)
             return True
 

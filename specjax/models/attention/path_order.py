@@ -34,7 +34,12 @@ class PathOrder(NamedTuple):
 
     @classmethod
     def of(cls, start: Int[Array, "B"], visible: Bool[Array | np.ndarray, "B Q N"]) -> PathOrder:
-        """The order where each query sees its ancestors and itself, which come in this order."""
+        """The order of a tree whose nodes come after their ancestors.
+
+        Args:
+          visible: ``visible[b, i, j]``: query i sees node j, an ancestor or itself. In numpy it is
+            known before tracing, and so is the order.
+        """
         if isinstance(visible, np.ndarray):
             path = np.argsort(~visible, axis=-1, kind="stable").astype(np.int32)
             return cls(start, path, np.argsort(path, axis=-1).astype(np.int32))
@@ -58,7 +63,7 @@ class PathOrder(NamedTuple):
     def _moved(
         self, x: Float[Array, "B K R S"], order: Int[Array | np.ndarray, "B Q N"]
     ) -> Float[Array, "B K R S"]:
-        """``x`` with the entries at the tree's places in this order."""
+        """``x`` whose entry d at the tree's places is the one of node ``order[…, d]``."""
         queries, nodes = order.shape[1:]
         order = jnp.tile(jnp.asarray(order), (1, x.shape[2] // queries, 1))
         is_source = order[..., None] == jnp.arange(nodes)
