@@ -74,7 +74,6 @@ class Platform:
       ragged_products: whether grouped products read each group's weights alone.
       grouped_kernels: whether JAX's Pallas kernels run those.
       kernel_rows: products of up to this many rows are computed by our kernel for CPUs.
-      kernel_group_rows: the same with weights in groups, which XLA would dequantize first.
     """
 
     dtype: str = "bfloat16"
@@ -102,7 +101,6 @@ class Platform:
     ragged_products: bool = True
     grouped_kernels: bool = False
     kernel_rows: int = 0
-    kernel_group_rows: int = 0
 
 
 CPU = Platform(
@@ -118,8 +116,7 @@ CPU = Platform(
     halves_search=True,
     scores_one_by_one=8,
     orders_trees=True,
-    kernel_rows=16,
-    kernel_group_rows=128,
+    kernel_rows=128,
 )
 # Finding the largest logits costs a TPU more than the search. Before a gather it transposes the
 # weights of all experts. For a scatter it copies the caches.
@@ -155,7 +152,7 @@ def platform() -> Platform:
     if chosen.decode_kernel and os.environ.get(KERNELS_VARIABLE) == "0":
         return dataclasses.replace(chosen, decode_kernel=False, range_kernel=False)
     if chosen.kernel_rows and not _has_cpu_kernels():
-        return dataclasses.replace(chosen, kernel_rows=0, kernel_group_rows=0)
+        return dataclasses.replace(chosen, kernel_rows=0)
     return chosen
 
 

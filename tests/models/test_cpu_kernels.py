@@ -142,7 +142,7 @@ def test_training_has_the_programs_that_it_had(monkeypatch):
     assert text == jax.jit(step).lower(weight).as_text()
 
 
-@pytest.mark.parametrize("rows", [1, 17])
+@pytest.mark.parametrize("rows", [1, 128, 129])
 def test_wide_products_and_other_codes_are_xlas(rows):
     weight = made("float32", 64, 64)
     x = jnp.ones((rows, 64))
@@ -158,7 +158,6 @@ def test_the_kernel_is_for_one_device(monkeypatch):
         assert not platform().kernel_rows
     monkeypatch.setenv("SPECJAX_CPU_KERNELS", "0")
     assert not platform().kernel_rows
-    assert not platform().kernel_group_rows
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

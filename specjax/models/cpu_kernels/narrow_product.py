@@ -38,10 +38,8 @@ def problem() -> str | None:
 
 def supports(x: Float[Array, "... i"], weight: Any) -> bool:
     """Whether the kernel computes this product: few rows, a known form, a large weight."""
-    wants = platform()
-    most = wants.kernel_group_rows if isinstance(weight, Grouped) else wants.kernel_rows
     rows = math.prod(x.shape[:-1])
-    if not 0 < rows <= most or x.dtype not in ACTIVATIONS:
+    if not 0 < rows <= platform().kernel_rows or x.dtype not in ACTIVATIONS:
         return False
     if math.prod(weight.shape) < LEAST_ENTRIES or not _has_known_form(weight, x.dtype):
         return False

@@ -38,6 +38,7 @@ constexpr int kLanes = 8;  // compilers split them for CPUs with narrower regist
 #endif
 
 typedef float Lanes __attribute__((vector_size(kLanes * 4)));
+typedef float Four __attribute__((vector_size(16)));
 typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
 typedef int32_t Integers __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t Shorts __attribute__((vector_size(kLanes * 2)));
@@ -140,12 +141,20 @@ Lanes Repeat(float entry) {
 }
 
 float Sum(Lanes lanes) {
-  float parts[kLanes];
+  Four parts[kLanes / 4];
   std::memcpy(parts, &lanes, sizeof(parts));
-  for (int width = kLanes / 2; width > 0; width /= 2) {
+  for (int width = kLanes / 8; width > 0; width /= 2) {
     for (int i = 0; i < width; ++i) parts[i] += parts[i + width];
   }
-  return parts[0];
+  return (parts[0][0] + parts[0][2]) + (parts[0][1] + parts[0][3]);
+}
+
+// Keeps what is used several times in a register. Compilers read it again for each use, and a
+// CPU reads two vectors while it multiplies two.
+void Keep(Lanes& lanes) {
+#if defined(__AVX2__) || defined(__AVX512F__)
+  asm("" : "+v"(lanes));
+#endif
 }
 
 uint16_t RoundToBFloat16(float value) {
@@ -204,18 +213,22 @@ void InParallel(ffi::ThreadPool& pool, int64_t count, const Work& work) {
 constexpr int64_t kInputs = 2048;  // inputs that are multiplied before the next ones are read
 constexpr int kOutputs = 3;        // outputs and rows whose sums are in registers together
 constexpr int kRows = 4;
-// Up to so many rows outputs of floats are computed one by one. Weights are then read in the order
-// in which they lie, so that the CPU fetches them ahead by itself, faster than from three places at
-// a time. With more rows arithmetic decides, and three outputs share what is read of the rows. With
-// int8 it always does: to widen the weights takes longer than to read them.
-constexpr int64_t kStreamedRows = 4;
 constexpr int64_t kPadding = 16;  // floats between widened outputs, so that they share no cache set
+constexpr int64_t kLine = 64;      // bytes that the CPU fetches at a time
 
 // The weights that are read after a block of several outputs: each tile of rows fetches a part.
 struct Ahead {
   const char* first;
   int64_t stride;  // bytes from one output to the next
   int64_t step;    // bytes of an output for each input that is multiplied meanwhile
+
+  // What is read of one output after `inputs` inputs.
+  template <int inputs>
+  void Fetch(int64_t input, int64_t output) const {
+    const char* line = first + input * step + output * stride;
+    __builtin_prefetch(line);
+    if (inputs * step > kLine) __builtin_prefetch(line + kLine);
+  }
 };
 
 // Adds to sums[r, o] the products of `rows` rows with `outputs` outputs.
@@ -225,9 +238,13 @@ void AddDots(const float* x, int64_t x_stride, const T* w, int64_t w_stride, int
   Lanes acc[outputs][rows] = {};
   const auto add = [&](auto widen, int64_t i) {
     Lanes weights[outputs];
-    for (int o = 0; o < outputs; ++o) weights[o] = widen(w + o * w_stride + i);
+    for (int o = 0; o < outputs; ++o) {
+      weights[o] = widen(w + o * w_stride + i);
+      Keep(weights[o]);
+    }
     for (int r = 0; r < rows; ++r) {
-      const Lanes entries = widen(x + r * x_stride + i);
+      Lanes entries = widen(x + r * x_stride + i);
+      Keep(entries);
       for (int o = 0; o < outputs; ++o) acc[o][r] = MultiplyAdd(weights[o], entries, acc[o][r]);
     }
   };
@@ -236,7 +253,7 @@ void AddDots(const float* x, int64_t x_stride, const T* w, int64_t w_stride, int
   for (; i + outputs * kLanes <= inputs; i += outputs * kLanes) {
     for (int step = 0; step < outputs; ++step) {
       const int64_t at = i + step * kLanes;
-      if (outputs > 1) __builtin_prefetch(ahead.first + at * ahead.step + step * ahead.stride);
+      if (outputs > 1) ahead.Fetch<outputs * kLanes>(at, step);
       add(whole, at);
     }
   }
@@ -251,14 +268,11 @@ void AddDots(const float* x, int64_t x_stride, const T* w, int64_t w_stride, int
 template <typename T, int outputs>
 void AddDotsOfRows(int64_t rows, const float* x, int64_t x_stride, const T* w, int64_t w_stride,
                    int64_t inputs, const T* next, float* sums, int64_t sums_stride) {
-  // Two rows keep up with the memory, and three or four at a time do not.
-  constexpr bool is_streamed = outputs == 1 && std::is_same_v<T, float>;
-  const int64_t tile_rows = is_streamed && rows <= kRows ? 2 : kRows;
-  const int64_t tiles = (rows + tile_rows - 1) / tile_rows;
+  const int64_t tiles = (rows + kRows - 1) / kRows;
   const int64_t size = sizeof(T);
   const auto add = [&](const auto* weights, int64_t stride) {
     for (int64_t tile = 0; tile < tiles; ++tile) {
-      const int64_t r = tile * tile_rows;
+      const int64_t r = tile * kRows;
       const char* first = reinterpret_cast<const char*>(next) + inputs * size * tile / tiles;
       const Ahead ahead{first, w_stride * size, (size + tiles - 1) / tiles};
       const auto call = [&](auto kernel) {
@@ -266,7 +280,7 @@ void AddDotsOfRows(int64_t rows, const float* x, int64_t x_stride, const T* w, i
                sums_stride);
       };
       using U = std::remove_const_t<std::remove_pointer_t<decltype(weights)>>;
-      switch (std::min(tile_rows, rows - r)) {
+      switch (std::min<int64_t>(kRows, rows - r)) {
         case 1: call(AddDots<U, outputs, 1>); break;
         case 2: call(AddDots<U, outputs, 2>); break;
         case 3: call(AddDots<U, outputs, 3>); break;
@@ -298,7 +312,10 @@ void DenseOutputs(int64_t rows, int64_t inputs, int64_t first, int64_t count, co
                   const T* w, const float* scales, const Results& y) {
   thread_local std::vector<float> sums;
   sums.assign(rows * count, 0.0f);
-  const bool is_streamed = sizeof(T) > 1 && rows <= kStreamedRows;
+  // For a single row outputs of floats are computed one by one. Weights are then read in the order
+  // in which they lie, and the CPU fetches them ahead by itself. With more rows three outputs share
+  // what is read of the rows. With int8 they always do: to widen it takes longer than to read it.
+  const bool is_streamed = sizeof(T) > 1 && rows == 1;
   for (int64_t i = 0; i < inputs; i += kInputs) {
     const int64_t some = std::min(kInputs, inputs - i);
     int64_t o = 0;
@@ -469,6 +486,9 @@ void AddBlock(const Block& block, int64_t some, int64_t count, const float* x, i
     for (int64_t i = 0; i < some; ++i) {
       Lanes weights[vectors];
       std::memcpy(weights, &block[i][o], sizeof(weights));
+      if (rows > 2) {  // with fewer there are more vectors than registers
+        for (int v = 0; v < vectors; ++v) Keep(weights[v]);
+      }
       for (int r = 0; r < rows; ++r) {
         const Lanes entry = Repeat(x[r * x_stride + i]);
         for (int v = 0; v < vectors; ++v) acc[r][v] = MultiplyAdd(weights[v], entry, acc[r][v]);
