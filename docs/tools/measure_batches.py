@@ -24,7 +24,6 @@ from pathlib import Path
 import numpy as np
 
 NEW_TOKENS = 48
-THREADS = 2
 PASS_TOKENS = 512  # of llama.cpp's passes over prompts
 
 Ids = list[list[int]]
@@ -40,6 +39,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--library", choices=LIBRARIES, help=argparse.SUPPRESS)
     parser.add_argument("--gguf", help=argparse.SUPPRESS)
+    parser.add_argument("--threads", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.library:
         print(json.dumps(LIBRARIES[args.library](args, json.loads(args.prompts.read_text()))))
@@ -57,9 +57,10 @@ def main() -> None:
 
 
 def prepare(args: argparse.Namespace, scratch: Path) -> None:
-    """Writes the prompts' ids and the GGUF file, and names them in ``args``."""
+    """Writes the prompts' ids and the GGUF file. ``args`` names them, and the number of threads."""
     import specjax as sj
     from infer.gguf_weights import write_weights
+    from specjax._util.platform import usable_cores
 
     tokenizer = sj.load(args.target).tokenizer
     lines = args.prompts.read_text(encoding="utf-8").splitlines()[: args.batch]
@@ -68,12 +69,13 @@ def prepare(args: argparse.Namespace, scratch: Path) -> None:
     args.prompts.write_text(json.dumps([[int(token) for token in ids] for ids in chats]))
     args.gguf = str(scratch / "target.gguf")
     write_weights(Path(args.target), Path(args.gguf), args.quantize)
+    args.threads = usable_cores()
 
 
 def seconds_of(args: argparse.Namespace, library: str) -> float:
     """The time of a batch, in a process of its own."""
     command = [sys.executable, __file__, args.target, str(args.prompts), "--gguf", args.gguf]
-    command += ["--library", library]
+    command += ["--library", library, "--threads", str(args.threads)]
     if args.quantize:
         command += ["--quantize", args.quantize]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
@@ -95,11 +97,13 @@ def by_specjax(args: argparse.Namespace, prompts: Ids) -> float:
 
     use_compilation_cache()
     target = sj.load(args.target, quantize=args.quantize)
-    greedy = sj.Sampling(temperature=0.0, ignore_eos=True)
+    options = {"sampling": sj.Sampling(temperature=0.0, ignore_eos=True), "prefixes": 0}
+    options |= {"max_new_tokens": NEW_TOKENS, "batch_size": len(prompts)}
 
     def decode() -> None:
-        out = sj.generate(target, prompts, sampling=greedy, max_new_tokens=NEW_TOKENS, prefixes=0)
-        assert (np.asarray(out.lengths) == NEW_TOKENS).all()
+        lengths = sj.generate(target, prompts, **options).lengths
+        if (np.asarray(lengths) != NEW_TOKENS).any():
+            sys.exit(f"lengths={lengths}: expected {NEW_TOKENS} of every prompt")
 
     return timed(decode)
 
@@ -117,8 +121,8 @@ def by_llama_cpp(args: argparse.Namespace, prompts: Ids) -> float:
     settings.n_batch = PASS_TOKENS
     settings.n_ubatch = PASS_TOKENS
     settings.n_seq_max = len(prompts)
-    settings.n_threads = THREADS
-    settings.n_threads_batch = THREADS
+    settings.n_threads = args.threads
+    settings.n_threads_batch = args.threads
     settings.type_k = llama_cpp.GGML_TYPE_F32
     settings.type_v = llama_cpp.GGML_TYPE_F32
     context = llama_cpp.llama_init_from_model(model, settings)
@@ -163,7 +167,7 @@ def by_transformers(args: argparse.Namespace, prompts: Ids) -> float:
     import torch
     from transformers import AutoModelForCausalLM
 
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(args.threads)
     model = AutoModelForCausalLM.from_pretrained(args.target, dtype="float32").eval()
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
