@@ -1,9 +1,10 @@
 """Measures SmolLM2 with its drafters: python docs/tools/make_smollm2.py TARGET PROMPTS
 
 TARGET is what `python -m infer.convert smollm2 --out TARGET` writes, and PROMPTS what
-`python docs/tools/write_prompts.py PROMPTS` writes. Each kind of prompts is one run of infer.bench,
-beside transformers and llama.cpp. It measures the kinds that docs/figures/smollm2.json lacks; with
---again all of them, and after a break those that are not finished yet (in runs/smollm2.json).
+`python docs/tools/write_prompts.py PROMPTS` writes. Each kind of prompts is two runs of
+infer.bench: a greedy one, beside transformers and llama.cpp, and a sampled one. It measures the
+runs that docs/figures/smollm2.json lacks; with --again all of them, and after a break those that
+are not finished yet (in runs/smollm2.json).
 
 It writes docs/figures/smollm2.json, the tables of docs/benchmarks.md and docs/figures/smollm2.svg.
 With --draw it draws the numbers in docs/figures again.
@@ -26,18 +27,19 @@ from specjax._util.files import markdown_table, write_text
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks.md"
 UNFINISHED = Path(__file__).parents[2] / "runs" / "smollm2.json"  # what --again has measured so far
 KINDS = ("chat", "code", "rewriting")
+SAMPLED = ", sampled"  # after the kind, in the name of a run
+RUNS = (*KINDS, *(kind + SAMPLED for kind in KINDS))
 HEAD = "smollm2-head"
-COMMON = ("--chat", "--num-prompts", "40", "--max-new-tokens", "48", "--repeats", "1")
-COMMON += ("--greedy-only", "--json")
-OF_DRAFTERS = (
-    *("--draft", HEAD, "--methods", "speculative,lookup,suffix", "--set", "speculative.gamma=2"),
-    *("--peer", "transformers,llama.cpp"),
-)
+COMMON = ("--chat", "--num-prompts", "40", "--max-new-tokens", "48", "--repeats", "1", "--json")
+DRAFTERS = ("--draft", HEAD, "--methods", "speculative,lookup,suffix")
+DRAFTERS += ("--set", "speculative.gamma=2")
+BESIDE_PEERS = ("--greedy-only", "--peer", "transformers,llama.cpp")
 COLUMNS = (
     ("tokens per pass", "tokens_per_target_call", "{:.2f}"),
     ("λ", "acceptance_rate", "{:.2f}"),
     ("over plain decoding", "speedup", "{:.2f}"),
     ("predicted", "predicted_speedup", "{:.2f}"),
+    ("over plain, sampled", "sampled_speedup", "{:.2f}"),
 )
 KEPT_OF_PEERS = ("name", "ratio", "pm", "mismatches")
 COLORS = {HEAD: BLUE, "lookup": "#f2a13b", "suffix": RED}
@@ -50,42 +52,44 @@ def main() -> None:
     parser.add_argument("target", nargs="?")
     parser.add_argument("prompts", nargs="?", type=Path)
     measured = parser.add_mutually_exclusive_group()
-    measured.add_argument("--again", action="store_true", help="measure all kinds anew")
+    measured.add_argument("--again", action="store_true", help="measure all runs anew")
     measured.add_argument("--draw", action="store_true", help="measure nothing")
     args = parser.parse_args()
     if not args.draw and args.prompts is None:
         parser.error("TARGET and PROMPTS are needed, or --draw")
     path = FIGURES / "smollm2.json"
-    kinds = read(path)
-    done = read(UNFINISHED) if args.again else dict(kinds)
-    for kind in () if args.draw else KINDS:
-        if kind not in done:
-            done[kind] = kinds[kind] = measure(args, kind)
-            write(path, kinds)
+    runs = read(path)
+    done = read(UNFINISHED) if args.again else dict(runs)
+    for name in () if args.draw else RUNS:
+        if name not in done:
+            done[name] = runs[name] = measure(args, name)
+            write(path, runs)
             if args.again:
                 write(UNFINISHED, done)
     if args.again:
-        UNFINISHED.unlink(missing_ok=True)  # the next --again measures all kinds
-    write_tables(kinds)
-    draw(kinds, FIGURES / "smollm2.svg")
+        UNFINISHED.unlink(missing_ok=True)  # the next --again measures all runs
+    write_tables(runs)
+    draw(runs, FIGURES / "smollm2.svg")
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The kinds in a file; none if there is no file."""
+    """The runs in a file; none if there is no file."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-def write(path: Path, kinds: dict[str, Any]) -> None:
+def write(path: Path, runs: dict[str, Any]) -> None:
     path.parent.mkdir(exist_ok=True)
-    write_text(path, json.dumps(kinds, indent=1, ensure_ascii=False) + "\n")
+    write_text(path, json.dumps(runs, indent=1, ensure_ascii=False) + "\n")
 
 
-def measure(args: argparse.Namespace, kind: str) -> dict[str, Any]:
-    """The rows of a kind of prompts, and the peers' rows."""
+def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
+    """The rows of a run, and the peers' rows of a greedy one."""
+    kind, is_sampled, _ = name.partition(SAMPLED)
     prompts = ("--prompts", str(args.prompts / f"{kind}.jsonl"))
-    report = bench(args, *prompts, *OF_DRAFTERS)
+    mode = ("--sampled-only",) if is_sampled else BESIDE_PEERS
+    report = bench(args, *prompts, *DRAFTERS, *mode)
     about = {key: report[key] for key in ("machine", "prompts", "max_new_tokens")}
-    peers = [{key: row[key] for key in KEPT_OF_PEERS} for row in report["peers"]]
+    peers = [{key: row[key] for key in KEPT_OF_PEERS} for row in report.get("peers", ())]
     return about | {"rows": [kept(row) for row in report["rows"]], "peers": peers}
 
 
@@ -109,22 +113,36 @@ def name_of(row: dict[str, Any]) -> str:
 # --- tables ----------------------------------------------------------------------------------
 
 
-def write_tables(kinds: dict[str, Any]) -> None:
+def write_tables(runs: dict[str, Any]) -> None:
     """Writes a table for each kind between the marks of docs/benchmarks.md."""
     parts = []
-    for kind, report in kinds.items():
-        rows = [row for row in report["rows"] if row["method"] != PLAIN]
+    for kind in KINDS:
+        rows = rows_of_drafters(runs, kind)
         heads, cells = fill(COLUMNS, rows)
         names = [f"`{name_of(row)}`" for row in rows]
         body = [(name, *cell) for name, cell in zip(names, cells, strict=True)]
         parts.append(markdown_table((f"{kind}: drafts by", *heads), body))
-    parts.append(table_of_peers(kinds))
+    parts.append(table_of_peers({kind: runs[kind] for kind in KINDS}))
     begin, end = "<!-- smollm2 -->\n", "<!-- /smollm2 -->"
     before, mark, rest = BENCHMARKS.read_text(encoding="utf-8").partition(begin)
     _, ending, after = rest.partition(end)
     if not (mark and ending):
         sys.exit(f"{BENCHMARKS}: no {begin.strip()} … {end} to put the tables between")
     write_text(BENCHMARKS, before + begin + "\n".join(parts) + end + after)
+
+
+def rows_of_drafters(runs: dict[str, Any], kind: str) -> list[dict[str, Any]]:
+    """The greedy rows of a kind, with the speed of the sampled ones."""
+    sampled = runs.get(kind + SAMPLED, {"rows": []})
+    speeds = {row["method"]: (row["speedup"], row["pm"]) for row in sampled["rows"]}
+    rows = []
+    for row in runs[kind]["rows"]:
+        if row["method"] == PLAIN:
+            continue
+        speed, pm = speeds.get(row["method"], (None, {}))
+        pm = row["pm"] | {"sampled_speedup": pm.get("speedup")}
+        rows.append(row | {"sampled_speedup": speed, "pm": pm})
+    return rows
 
 
 def table_of_peers(kinds: dict[str, Any]) -> str:
@@ -142,14 +160,14 @@ def table_of_peers(kinds: dict[str, Any]) -> str:
 # --- drawing ---------------------------------------------------------------------------------
 
 
-def draw(kinds: dict[str, Any], path: Path) -> None:
-    """Speed over plain decoding: a group of bars for each kind of prompts."""
+def draw(runs: dict[str, Any], path: Path) -> None:
+    """Greedy speed over plain decoding: a group of bars for each kind of prompts."""
     plt = svg_pyplot()
     figure, axis = plt.subplots(figsize=(7.2, 3.0), layout="constrained")
     width = 0.8 / len(COLORS)
     for place, (name, color) in enumerate(COLORS.items()):
-        at = [group - 0.4 + (place + 0.5) * width for group in range(len(kinds))]
-        rows = [row_of(report, name) for report in kinds.values()]
+        at = [group - 0.4 + (place + 0.5) * width for group in range(len(KINDS))]
+        rows = [row_of(runs[kind], name) for kind in KINDS]
         speeds = [row["speedup"] for row in rows]
         spread = [row["pm"]["speedup"] for row in rows]
         axis.bar(at, speeds, width * 0.9, yerr=spread, color=color, label=name, capsize=2)
@@ -157,7 +175,7 @@ def draw(kinds: dict[str, Any], path: Path) -> None:
             text = f"{row['speedup']:.2f}"
             axis.annotate(text, (x, 0.03), ha="center", fontsize=7, color="white")
     axis.axhline(1.0, color=GREY, linewidth=0.9)
-    axis.set_xticks(range(len(kinds)), list(kinds))
+    axis.set_xticks(range(len(KINDS)), KINDS)
     axis.set_ylabel("speed, plain decoding = 1")
     figure.legend(loc="outside lower center", ncols=len(COLORS), fontsize=8, frameon=False)
     figure.savefig(path, metadata={"Date": None})

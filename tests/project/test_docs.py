@@ -52,8 +52,8 @@ def test_draft_lengths_are_fixed_for_methods_of_the_run_alone():
     assert both == ["--set", "lookup.gamma=10", "--set", "suffix.gamma=10"]
 
 
-def test_smollm2_is_measured_again_kind_by_kind(monkeypatch, tmp_path):
-    """A break costs the kind that was not finished, and the next time all are measured."""
+def test_smollm2_is_measured_again_run_by_run(monkeypatch, tmp_path):
+    """A break costs the run that was not finished, and the next time all are measured."""
     monkeypatch.syspath_prepend(str(DOCS / "tools"))
     tool = load("make_smollm2")
     figures, unfinished = tmp_path / "figures", tmp_path / "runs" / "smollm2.json"
@@ -61,14 +61,14 @@ def test_smollm2_is_measured_again_kind_by_kind(monkeypatch, tmp_path):
         monkeypatch.setattr(tool, name, value)
     for name in ("write_tables", "draw"):
         monkeypatch.setattr(tool, name, lambda *_: None)
-    tool.write(figures / "smollm2.json", dict.fromkeys(tool.KINDS, "old"))
+    tool.write(figures / "smollm2.json", dict.fromkeys(tool.RUNS, "old"))
     asked = []
 
     def run(*argv, fails_at=None):
-        def measure(args, kind):
-            if kind == fails_at:
+        def measure(args, name):
+            if name == fails_at:
                 raise KeyboardInterrupt
-            asked.append(kind)
+            asked.append(name)
             return "new"
 
         asked.clear()
@@ -78,10 +78,10 @@ def test_smollm2_is_measured_again_kind_by_kind(monkeypatch, tmp_path):
             tool.main()
         return asked, list(tool.read(figures / "smollm2.json").values())
 
-    assert run() == ([], ["old", "old", "old"])
-    assert run("--again", fails_at="code") == (["chat"], ["new", "old", "old"])
-    assert run("--again") == (["code", "rewriting"], ["new", "new", "new"])
-    assert run("--again")[0] == ["chat", "code", "rewriting"]
+    assert run() == ([], ["old"] * 6)
+    assert run("--again", fails_at="code") == (["chat"], ["new", *["old"] * 5])
+    assert run("--again") == (list(tool.RUNS[1:]), ["new"] * 6)
+    assert run("--again")[0] == list(tool.RUNS)
 
 
 def test_what_methods_need_in_words_is_what_they_refuse_without():
