@@ -122,7 +122,7 @@ def bucket(capacity: int) -> int:
     The cost of a step follows this static length. With powers of two alone, up to half of what
     every step reads would be unused; from 256 on the sizes in between make that a third.
     """
-    power = max(MIN_CAPACITY, _power_of_two_from(capacity))
+    power = max(MIN_CAPACITY, power_of_two_from(capacity))
     between = power * 3 // 4
     if capacity <= between and between % MIN_CAPACITY == 0:
         return between
@@ -150,7 +150,7 @@ def chunk_size(prompt: int, rows: int = 1, least: int = MIN_CHUNK) -> int:
       least: the smallest chunk, a power of two.
     """
     fits_memory = power_of_two_upto(MAX_TOKENS // rows)
-    wanted = max(least, _power_of_two_from(prompt))
+    wanted = max(least, power_of_two_from(prompt))
     return max(MIN_CHUNK, min(platform().prefill_chunk, fits_memory, wanted))
 
 
@@ -159,7 +159,7 @@ def chunk_sizes(largest: int) -> list[int]:
     return [MIN_CHUNK << n for n in range((largest // MIN_CHUNK).bit_length())]
 
 
-def _power_of_two_from(least: int) -> int:
+def power_of_two_from(least: int) -> int:
     """The smallest power of two that is at least this."""
     return 1 << (least - 1).bit_length()
 

@@ -417,10 +417,15 @@ class _CacheAttention:
 
     @jax.named_scope("attention")
     def __call__(self, layer, q, k, v, sinks=None):
-        kind = self._kinds[layer]
+        attention = self._by_kind[self._kinds[layer]]
+        if v is not None and attention.kernel_supports(self._keys[layer]):
+            out, self._keys[layer], self._values[layer] = attention.write_and_attend(
+                q, k, v, self._keys[layer], self._values[layer], self._start, self._n
+            )
+            return out
         keys = self._write(self._keys, layer, k)
         values = keys if v is None else self._write(self._values, layer, v)
-        return self._by_kind[kind](q, keys, values, sinks)
+        return attention.attend(q, keys, values, sinks)
 
     def _write(self, buffers: list[KVBuffer], layer: int, new: Float[Array, "B N K E"]) -> KVBuffer:
         """The layer's buffer with its new entries, which is kept in ``buffers``, too."""
@@ -435,7 +440,20 @@ class _CacheAttention:
         return dataclasses.replace(self._cache, k=tuple(self._keys), v=tuple(self._values))
 
 
-def _attention_of_kind(cfg: ModelConfig, kind: _LayerKind, queries: _Queries) -> Attend:
+class _KindAttention(NamedTuple):
+    """Attention of the layers of a kind.
+
+    ``attend(q, keys, values, sinks)`` is for caches that have the new entries.
+    ``write_and_attend(q, new_k, new_v, keys, values, start, new_tokens)`` writes them itself, by
+    the kernel for narrow passes on a GPU, if ``kernel_supports(keys)``.
+    """
+
+    attend: Attend
+    write_and_attend: Callable[..., tuple[Array, Array, Array]]
+    kernel_supports: Callable[[KVBuffer], bool]
+
+
+def _attention_of_kind(cfg: ModelConfig, kind: _LayerKind, queries: _Queries) -> _KindAttention:
     """Attention of the new tokens to the cache of one layer; the masks are made here, once.
 
     Raises:
@@ -471,10 +489,6 @@ def _attention_of_kind(cfg: ModelConfig, kind: _LayerKind, queries: _Queries) ->
     skip_window = None if is_ring else window
 
     def attend(q, k, v, sinks):
-        if decode_kernel.supports_decode(positions.shape[1], cfg.num_heads, k, transform):
-            return decode_kernel.decode_attention(
-                q, k, v, positions, last_visible, own_mask, window=window, transform=transform
-            )
         if own_mask is None and range_kernel.supports_prefill(positions.shape[1], transform, k):
             return range_kernel.prefill_attention(
                 q, k, v, positions, window=window, transform=transform
@@ -499,7 +513,18 @@ def _attention_of_kind(cfg: ModelConfig, kind: _LayerKind, queries: _Queries) ->
             )
         return out[:, :tokens]
 
-    return attend
+    write_and_attend = functools.partial(
+        decode_kernel.decode_attention,
+        positions=positions,
+        last_visible=last_visible,
+        mask=own_mask,
+        window=window,
+        transform=transform,
+    )
+    supports = functools.partial(
+        decode_kernel.supports_decode, positions.shape[1], cfg.num_heads, transform=transform
+    )
+    return _KindAttention(attend, write_and_attend, supports)
 
 
 def _pad_single_query(cfg: ModelConfig, queries: _Queries) -> _Queries:

@@ -11,6 +11,7 @@ from specjax._util.platform import CPU
 from specjax.models.attention import decode_kernel, dense
 from specjax.models.attention.decode_kernel import decode_attention, supports_decode
 from specjax.models.attention.dense import ScoreTransform
+from specjax.models.cache import write_ring
 from specjax.models.quantized_cache import QuantizedKV
 
 # Rows, tokens, query heads, key heads, capacity, head size.
@@ -41,6 +42,22 @@ def arrays(shape, dtype, seed=0):
     return q, k, v, base
 
 
+def attended(q, k, v, base, tokens, positions, mask=None, **options):
+    """The kernel's result where it writes ``tokens`` entries itself; they must be all it writes."""
+    rows = jnp.arange(k.shape[0])[:, None]
+    places = base[:, None] + jnp.arange(tokens)
+    padding = ((0, 0), (0, q.shape[1] - tokens), (0, 0), (0, 0))
+    new = [jnp.pad(x[rows, :, places], padding, constant_values=99.0) for x in (k, v)]
+    before = [x.at[rows, :, places].set(-77.0) for x in (k, v)]
+    last = base + tokens - 1
+    out, *after = decode_attention(
+        q, *new, *before, base, tokens, positions, last, mask, interpret=INTERPRET, **options
+    )
+    for got, want in zip(after, (k, v), strict=True):
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+    return out
+
+
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -53,10 +70,7 @@ def test_chains_equal_attention_to_the_whole_cache(shape, window, dtype):
     mask = dense.in_window(dense.chain_distances(positions, capacity), window)
 
     want = dense.dense_attention(q, k, v, mask, transform)
-    last = base + count - 1
-    got = decode_attention(
-        q, k, v, positions, last, window=window, transform=transform, interpret=INTERPRET
-    )
+    got = attended(q, k, v, base, count, positions, window=window, transform=transform)
     np.testing.assert_allclose(
         np.asarray(got, np.float32), np.asarray(want, np.float32), atol=TOLERANCE[dtype]
     )
@@ -79,12 +93,12 @@ def test_trees_equal_attention_to_the_whole_cache(shape):
     mask = dense.cache_mask(positions, base, tree, count, capacity)
 
     want = dense.dense_attention(q, k, v, mask)
-    got = decode_attention(q, k, v, positions, base + count - 1, mask, interpret=INTERPRET)
+    got = attended(q, k, v, base, count, positions, mask)
     np.testing.assert_allclose(got, want, atol=1e-5)
 
     # A sibling in place of the node itself must show.
     wrong = dense.cache_mask(positions, base, tree[:, ::-1], count, capacity)
-    other = decode_attention(q, k, v, positions, base + count - 1, wrong, interpret=INTERPRET)
+    other = attended(q, k, v, base, count, positions, wrong)
     assert np.abs(other - want).max() > 1e-2
 
 
@@ -98,8 +112,8 @@ def test_blocks_past_the_last_visible_position_are_not_read():
     beyond = np.arange(512) >= end[:, None]
     broken = jnp.where(beyond[:, None, :, None], jnp.nan, k)
 
-    want = decode_attention(q, k, v, positions, base + 3, interpret=INTERPRET)
-    got = decode_attention(q, broken, v, positions, base + 3, interpret=INTERPRET)
+    want = attended(q, k, v, base, 4, positions)
+    got = attended(q, broken, v, base, 4, positions)
     assert np.isfinite(want).all()
     np.testing.assert_array_equal(got, want)
 
@@ -110,10 +124,8 @@ def test_a_result_does_not_depend_on_padding_of_the_pass():
     q, k, v, base = arrays(shape, "bfloat16")
     positions = base[:, None] + jnp.arange(8, dtype=jnp.int32)
     alone = jnp.repeat(q[:, :1], 8, axis=1)
-    whole = decode_attention(q, k, v, positions, base + 7, interpret=INTERPRET)
-    padded = decode_attention(
-        alone, k, v, jnp.repeat(positions[:, :1], 8, axis=1), base, interpret=INTERPRET
-    )
+    whole = attended(q, k, v, base, 8, positions)
+    padded = attended(alone, k, v, base, 1, jnp.repeat(positions[:, :1], 8, axis=1))
     np.testing.assert_array_equal(whole[:, 0], padded[:, 0])
 
 
@@ -136,10 +148,8 @@ def test_a_result_does_not_depend_on_the_capacity(kind):
             mask = None
             if kind == "tree":
                 mask = jnp.arange(capacity) <= places[:, :, None]
-            last = places.max(axis=1)
-            out = decode_attention(
-                queries, keys, values, places, last, mask, window=window, interpret=INTERPRET
-            )
+            count = int((places.max(axis=1) - base)[0]) + 1
+            out = attended(queries, keys, values, base, count, places, mask, window=window)
             results.append(np.asarray(out[:, 0], np.float32))
         return results
 
@@ -147,6 +157,26 @@ def test_a_result_does_not_depend_on_the_capacity(kind):
     np.testing.assert_array_equal(alone, want)
     for got in (row for pair in others for row in pair):
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+def test_new_entries_wrap_around_the_end_of_a_ring(tokens):
+    """As :func:`write_ring` does; the other rows and heads stay as they were."""
+    q, k, v, _ = arrays((3, tokens, 8, 2, 128, 16), "float32")
+    start = jnp.array([127, 254, 70], jnp.int32)  # the second row has wrapped before
+    others = arrays((3, tokens, 8, 2, 128, 16), "float32", seed=5)[1:3]
+    new = [x[:, :, :tokens].transpose(0, 2, 1, 3) for x in others]
+    positions = start[:, None] + jnp.arange(tokens, dtype=jnp.int32)
+    mask = jnp.ones((3, tokens, 128), bool)
+    want = [write_ring(x, y.transpose(0, 2, 1, 3), start) for x, y in zip((k, v), new, strict=True)]
+
+    last = start + tokens - 1
+    out, *got = decode_attention(
+        q, *new, k, v, start, tokens, positions, last, mask, interpret=INTERPRET
+    )
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(one, other)
+    np.testing.assert_allclose(out, dense.dense_attention(q, *want, mask), atol=1e-5)
 
 
 def test_what_the_kernel_cannot_do_is_left_to_others(monkeypatch):

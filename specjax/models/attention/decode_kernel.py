@@ -8,6 +8,10 @@ The blocks of a row's cache are dealt out to ``splits`` programs, or a row's few
 leave most multiprocessors idle (flash decoding, Dao et al. 2023). Each has an online softmax of its
 own. A second kernel joins them, weighed by their largest scores.
 
+The kernel also writes the new keys and values to the cache. A program writes those that belong into
+its own blocks, which no other program reads, and waits for its threads before it reads them. It
+takes queries and new entries as one array, which XLA makes in one kernel.
+
 A query's result depends on the keys that it sees, and on nothing else: neither on the capacity of
 the cache nor on the other queries of the pass. So block j always belongs to split j mod P, P
 depends on rows and heads alone, and whatever a query does not see adds an exact zero. Greedy
@@ -20,6 +24,7 @@ heads, G = H/K, R = G·N, E head size, P splits.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +37,9 @@ from specjax.models.attention.dense import (
     MASKED_SCORE,
     SCALE_ONLY,
     ScoreTransform,
-    group_queries,
     in_window,
 )
+from specjax.models.cache import power_of_two_from
 from specjax.models.quantized_cache import KVBuffer, QuantizedKV
 
 BLOCK = 64  # cache positions that a program reads at a time; a bucket is a multiple of it
@@ -65,8 +70,12 @@ def supports_decode(queries: int, heads: int, cache: KVBuffer, transform: ScoreT
 
 def decode_attention(
     q: Float[Array, "B N H E"],
+    new_k: Float[Array, "B N K E"],
+    new_v: Float[Array, "B N K E"],
     k: Float[Array, "B K S E"],
     v: Float[Array, "B K S E"],
+    start: Int[Array, "B"],
+    new_tokens: int,
     positions: Int[Array, "B N"],
     last_visible: Int[Array, "B"],
     mask: Bool[Array, "B N S"] | None = None,
@@ -74,44 +83,53 @@ def decode_attention(
     window: int | None = None,
     transform: ScoreTransform = SCALE_ONLY,
     interpret: bool = False,
-) -> Float[Array, "B N H E"]:
-    """:func:`specjax.models.attention.dense.dense_attention` of a narrow pass.
+) -> tuple[Float[Array, "B N H E"], Float[Array, "B K S E"], Float[Array, "B K S E"]]:
+    """:func:`specjax.models.attention.dense.dense_attention` of a narrow pass, after its writes.
+
+    Returns the result, and keys and values with the new ones, in place under donation.
 
     Args:
+      start: where the new entries go, modulo S as in a ring.
+      new_tokens: of how many tokens they are written; the others pad the pass.
       positions: of the queries; they make the mask of a chain.
-      last_visible: the last cache position that any query of a row sees.
+      last_visible: the last cache position that any query of a row sees; no new token is after it.
       mask: which cache positions each query sees; None for a chain.
       window: positions that a query of a chain sees, its own included; None: all.
       interpret: run in Python, on any device.
     """
-    count = q.shape[1]
+    rows, count, heads, _ = q.shape
     key_heads, capacity = k.shape[1:3]
-    grouped = group_queries(q, key_heads, transform)
-    rows, _, queries, _ = grouped.shape
-    padding = max(LEAST_QUERIES, 1 << (queries - 1).bit_length()) - queries
-
-    def pad(x, axis):
-        """Padding repeats the last query: its results are cut off again."""
-        widths = [(0, 0)] * x.ndim
-        widths[axis] = (0, padding)
-        return jnp.pad(x, widths, mode="edge")
-
-    groups = queries // count
-    splits = _num_splits(rows * key_heads)
+    groups = heads // key_heads
     end = jnp.minimum(last_visible // BLOCK + 1, capacity // BLOCK)
     begin = jnp.zeros_like(end)
     if window is not None and mask is None:
         begin = jnp.maximum(positions.min(axis=1) - window + 1, 0) // BLOCK
-    arguments = [pad(grouped, 2), k, v, begin, end]
     if mask is None:
-        arguments.append(pad(jnp.tile(positions, (1, groups)), 1))
+        seen = jnp.tile(positions, (1, groups))
     else:
-        arguments.append(pad(jnp.tile(mask, (1, groups, 1)), 1).astype(jnp.int8))
+        seen = jnp.tile(mask, (1, groups, 1)).astype(jnp.int8)
+    queries = max(LEAST_QUERIES, power_of_two_from(groups * count))
+    padding = [(0, 0)] * seen.ndim
+    padding[1] = (0, queries - groups * count)
+    seen = jnp.pad(seen, padding, mode="edge")
 
-    kernel = functools.partial(_attend_kernel, splits, window, transform)
-    partial = _attend(kernel, arguments, splits, interpret)
+    splits = _num_splits(rows * key_heads)
+    choices = _Choices(groups, new_tokens, splits, window, transform, interpret)
+    joined = jnp.concatenate([q, new_k, new_v], axis=2)
+    k, v, *partial = _attend(choices, [joined, start, begin, end, seen, k, v])
     result = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    return _join([*partial, begin, end], result, interpret)
+    return _join([*partial, begin, end], result, interpret), k, v
+
+
+class _Choices(NamedTuple):
+    """What the kernel is compiled for."""
+
+    groups: int
+    new_tokens: int
+    splits: int
+    window: int | None
+    transform: ScoreTransform
+    interpret: bool
 
 
 def _num_splits(programs: int) -> int:
@@ -131,52 +149,67 @@ def _first_block(begin: Int[Array, ""], split: Int[Array, "..."], splits: int) -
     return begin + jax.lax.rem(split - jax.lax.rem(begin, splits) + splits, splits)
 
 
-def _attend(kernel, arguments: list[Array], splits: int, interpret: bool) -> list[Array]:
+def _attend(choices: _Choices, arguments: list[Array]) -> list[Array]:
     """Runs the kernel for every row, key head and split.
 
-    Returns weighted values float32 ``[B, K, P, R, E]``, and the largest score and the sum of
-    weights of each, ``[B, K, P, R]``. A split without a block writes none of them.
+    Returns keys and values with the new ones; weighted values float32 ``[B, K, P, R, E]``; and the
+    largest score and the sum of weights of each, ``[B, K, P, R]``. A split without a block writes
+    none of the last three.
     """
-    q, k, _, _, _, seen = arguments
-    rows, key_heads, queries, size = q.shape
-    of_query = pl.BlockSpec((None, None, queries, size), lambda b, h, p: (b, h, 0, 0))
-    of_cache = pl.BlockSpec((None, None, k.shape[2], size), lambda b, h, p: (b, h, 0, 0))
+    joined, _, _, _, seen, k, v = arguments
+    rows, key_heads, capacity, size = k.shape
     of_row = pl.BlockSpec((None,), lambda b, h, p: (b,))
+    of_joined = pl.BlockSpec((None, *joined.shape[1:]), lambda b, h, p: (b, 0, 0, 0))
     of_seen = pl.BlockSpec((None, *seen.shape[1:]), lambda b, h, p: (b, *(0,) * (seen.ndim - 1)))
+    of_cache = pl.BlockSpec((None, None, capacity, size), lambda b, h, p: (b, h, 0, 0))
 
-    partial = rows, key_heads, splits, queries
+    queries = seen.shape[1]
+    partial = rows, key_heads, choices.splits, queries
     scalars = pl.BlockSpec((None, None, None, queries), lambda b, h, p: (b, h, p, 0))
     values = pl.BlockSpec((None, None, None, queries, size), lambda b, h, p: (b, h, p, 0, 0))
     return pl.pallas_call(
-        kernel,
-        grid=(rows, key_heads, splits),
-        in_specs=[of_query, of_cache, of_cache, of_row, of_row, of_seen],
-        out_specs=[values, scalars, scalars],
+        functools.partial(_attend_kernel, choices),
+        grid=(rows, key_heads, choices.splits),
+        in_specs=[of_joined, of_row, of_row, of_row, of_seen, of_cache, of_cache],
+        out_specs=[of_cache, of_cache, values, scalars, scalars],
         out_shape=[
+            jax.ShapeDtypeStruct(k.shape, k.dtype),
+            jax.ShapeDtypeStruct(v.shape, v.dtype),
             jax.ShapeDtypeStruct((*partial, size), jnp.float32),
             jax.ShapeDtypeStruct(partial, jnp.float32),
             jax.ShapeDtypeStruct(partial, jnp.float32),
         ],
+        input_output_aliases={5: 0, 6: 1},
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
-        interpret=interpret,
+        interpret=choices.interpret,
         name="decode_attention",
     )(*arguments)
 
 
 def _attend_kernel(
-    splits, window, transform, q_ref, k_ref, v_ref, begin_ref, end_ref, seen_ref, *out_refs
+    choices, joined_ref, start_ref, begin_ref, end_ref, seen_ref, *cache_and_results
 ):
     """One program: the blocks j of a row's key head with j mod P = the split.
 
-    ``seen_ref`` has positions ``[R]``, or a mask ``[R, S]``.
+    ``seen_ref`` has positions ``[R]``, or a mask ``[R, S]``. The caches before and after the write
+    are the same memory, and are read where they are written.
     """
-    out_ref, highest_ref, total_ref = out_refs
-    first = _first_block(begin_ref[...], pl.program_id(2), splits)
+    _, _, k_ref, v_ref, out_ref, highest_ref, total_ref = cache_and_results
+    window = choices.window
+    transform = choices.transform
+    splits = choices.splits
+    key_head = pl.program_id(1)
+    split = pl.program_id(2)
+    _write_own(choices, start_ref[...], joined_ref, (k_ref, v_ref))
+    if not choices.interpret:
+        plgpu.debug_barrier()
+
+    first = _first_block(begin_ref[...], split, splits)
     count = (end_ref[...] - first + splits - 1) // splits
 
     @pl.when(count > 0)
     def attend():
-        q = q_ref[...]
+        q = _scaled_queries(choices, joined_ref, key_head, seen_ref.shape[0])
 
         def add_block(index, carry):
             block = pl.ds((first + index * splits) * BLOCK, BLOCK)
@@ -194,6 +227,46 @@ def _attend_kernel(
         out_ref[...] = out
         highest_ref[...] = highest
         total_ref[...] = total
+
+
+def _write_own(choices: _Choices, start, joined_ref, cache_refs) -> None:
+    """Writes the new entries whose positions are in blocks of this program's split."""
+    capacity, size = cache_refs[0].shape
+    # A kernel's arrays have powers of two as sizes. What pads them repeats the last entry.
+    index = jnp.arange(power_of_two_from(choices.new_tokens))
+    token = jnp.minimum(index, choices.new_tokens - 1)
+    place = jax.lax.rem(start + index + capacity, capacity)  # an address: never negative
+    is_own = jax.lax.rem(place // BLOCK, choices.splits) == pl.program_id(2)
+    is_own &= index < choices.new_tokens
+
+    key_heads = pl.num_programs(1)
+    head = key_heads * choices.groups + pl.program_id(1)
+    for number, ref in enumerate(cache_refs):
+        new = _entries(joined_ref, token, jnp.full_like(token, head + number * key_heads))
+        index = _spread(place, size, 0), _spread(jnp.arange(size), place.size, 1)
+        plgpu.store(ref.at[index], new.astype(ref.dtype), mask=_spread(is_own, size, 0))
+
+
+def _scaled_queries(choices: _Choices, joined_ref, key_head, count: int) -> Float[Array, "R E"]:
+    """The queries of a key head, in the order of ``group_queries``."""
+    tokens, _, size = joined_ref.shape
+    index = jnp.minimum(jnp.arange(count), choices.groups * tokens - 1)
+    head = key_head * choices.groups + index // tokens
+    q = _entries(joined_ref, jax.lax.rem(index, tokens), head)
+    return q * jnp.asarray(choices.transform.query_scale(size), q.dtype)
+
+
+def _entries(joined_ref, token: Int[Array, "n"], head: Int[Array, "n"]) -> Float[Array, "n E"]:
+    """The entries of n pairs of a token and a head."""
+    size = joined_ref.shape[2]
+    column = _spread(jnp.arange(size), token.size, 1)
+    return plgpu.load(joined_ref.at[_spread(token, size, 0), _spread(head, size, 0), column])
+
+
+def _spread(x: Array, count: int, axis: int) -> Array:
+    """A vector as a matrix: along ``axis``, and ``count`` times along the other one."""
+    shape = (x.size, count) if axis == 0 else (count, x.size)
+    return jax.lax.broadcast_in_dim(x, shape, (axis,))
 
 
 def _visible(seen_ref, block, window: int | None) -> Bool[Array, "R S"]:
