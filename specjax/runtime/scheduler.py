@@ -17,8 +17,9 @@ States of a request, and the methods that move it:
     free.
 
 If nothing runs and the prompts have little in common, _start_batch prefills all batch slots in
-one program, except where a token's bits must not depend on it (Engine.batch_invariant). A dropped
-request leaves from waiting or running (_free_dropped); one that is prefilling takes its slot first.
+one program, except where a token's bits must not depend on it (Engine.batch_invariant). Prompts
+that are much longer than the others are prefilled after it, one by one. A dropped request leaves
+from waiting or running (_free_dropped); one that is prefilling takes its slot first.
 
 One poll is _admit, _run_rounds, _read_results, _free_dropped. The device is polled when a request
 has ended or the caller wants to see pieces, never once per token. In between, the host does not
@@ -216,11 +217,14 @@ class Scheduler:
         waiting = self._peek_waiting(self._size)
         if not waiting:
             return False
-        if self._prefills_one_by_one([request.tokens for request in waiting]):
+        together = self._prefilled_together(waiting)
+        batch = [request for number, request in enumerate(waiting) if number in together]
+        others = [request for number, request in enumerate(waiting) if number not in together]
+        self._waiting[: len(waiting)] = others
+        if batch:
+            self._start_batch(batch)
+        if others:
             self._prefill_waiting(None)
-        else:
-            self._waiting = self._waiting[len(waiting) :]
-            self._start_batch(waiting)
         return True
 
     @property
@@ -228,20 +232,23 @@ class Scheduler:
         """Whether all batch slots may be prefilled in one program."""
         return not self._engine.batch_invariant(self._size)
 
-    def _prefills_one_by_one(self, prompts: Sequence[np.ndarray]) -> bool:
-        """Whether prompts that nothing runs beside are prefilled each in a program of its own.
+    def _prefilled_together(self, requests: Sequence[Request]) -> set[int]:
+        """Which requests one program prefills for all batch slots, if nothing runs beside them.
 
-        One prefill of all batch slots is the fastest, unless too much of it is padding, or prompts
-        can share what they have in common.
+        That is fastest, unless too much of it is padding, or prompts can share what they have in
+        common. All other requests are prefilled each in a program of its own.
         """
-        if not self.prefills_together or self._cheaper_one_by_one([len(p) for p in prompts]):
-            return True
-        return self._prefill.prefix_cache.saves_a_third(prompts)
+        prompts = [request.tokens for request in requests]
+        if not self.prefills_together or self._prefill.prefix_cache.saves_a_third(prompts):
+            return set()
+        shortest_first = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
+        lengths = [len(prompts[number]) for number in shortest_first]
+        return set(shortest_first[: self._cheapest_together(lengths)])
 
-    def _cheaper_one_by_one(self, lengths: Sequence[int]) -> bool:
-        """Whether prompts cost less if each is prefilled alone than all together.
+    def _cheapest_together(self, lengths: Sequence[int]) -> int:
+        """How many prompts, of ascending ``lengths``, cost least if they are prefilled together.
 
-        Together every row runs to the longest prompt's end, and so do free slots. Alone every
+        Together every row runs to their longest prompt's end, and so do free slots. Alone every
         prompt needs passes of its own. A pass costs its tokens and what reading the weights costs.
         """
         devices = self._engine.data_parallel_size
@@ -251,8 +258,13 @@ class Scheduler:
             passes = -(-longest // chunk)  # rounded up
             return passes * (rows // devices * chunk + platform().free_tokens)
 
-        alone = sum(cost(length, devices) for length in lengths) / devices
-        return alone < cost(max(lengths), self._size)
+        alone = 0.0  # of the prompts after the first `count`
+        costs = {}
+        for count in range(len(lengths), 0, -1):
+            costs[count] = alone + cost(lengths[count - 1], self._size)
+            alone += cost(lengths[count - 1], devices) / devices
+        costs[0] = alone
+        return min(costs, key=costs.__getitem__)  # the most prompts, if several cost the same
 
     def _start_batch(self, requests: list[Request]) -> None:
         """waiting → running: one prefill of whole prompts for all batch slots."""

@@ -285,26 +285,29 @@ def test_a_long_prompt_is_prefilled_in_chunks_between_rounds(target, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("lengths", "size", "apart"),
+    ("lengths", "size", "together"),
     [
-        ((300, 20, 20, 20), 4, True),  # together, all four would run to the end of the long one
-        ((300, 290, 280, 300), 4, False),
-        ((20, 20, 20, 20), 4, False),
-        ((20,), 4, True),  # three slots would be prefilled for nothing
+        ((300, 20, 20, 20), 4, (1, 2, 3)),  # all four would run to the end of the long one
+        ((20, 300, 20, 290), 4, ()),  # two slots would be prefilled for nothing
+        ((300, 290, 280, 300), 4, (0, 1, 2, 3)),
+        ((20, 20, 20, 20), 4, (0, 1, 2, 3)),
+        ((20,), 4, ()),
     ],
 )
-def test_prompts_of_unequal_lengths_are_prefilled_apart(target, lengths, size, apart):
+def test_prompts_of_unequal_lengths_are_prefilled_apart(target, lengths, size, together):
     prompts = [RNG.integers(0, 97, n).tolist() for n in lengths]
     engine = make_engine(target, None, sj.method("autoregressive"), {})
     rows = make_rows(target, prompts, [{}] * len(prompts), None, 0, 1, [4] * len(prompts))
     bounds = scheduler.Bounds.of(rows)
     work = scheduler.Scheduler(engine, size, sj.Sampling(), bounds)
     started = []
-    work._start_batch = lambda requests: started.append(len(requests))
-    work._prefill_waiting = lambda budget: started.append(0)
+    work._start_batch = started.extend
+    work._prefill_waiting = lambda budget: None
     work._source = iter(rows)
     work._admit()
-    assert started == [0 if apart else len(lengths)]
+    apart = [number for number in range(len(lengths)) if number not in together]
+    for requests, numbers in ((started, together), (work._waiting, apart)):
+        assert [list(r.tokens) for r in requests] == [prompts[n] for n in numbers]
 
 
 @pytest.mark.parametrize(("pass_width", "size", "apart"), [(8, 4, True), (8, 64, False)])
