@@ -97,31 +97,23 @@ def decode_attention(
       window: positions that a query of a chain sees, its own included; None: all.
       interpret: run in Python, on any device.
     """
-    rows, count, heads, _ = q.shape
+    rows = q.shape[0]
     key_heads, capacity = k.shape[1:3]
-    groups = heads // key_heads
+    groups = q.shape[2] // key_heads
     end = jnp.minimum(last_visible // BLOCK + 1, capacity // BLOCK)
     begin = jnp.zeros_like(end)
     if window is not None and mask is None:
         begin = jnp.maximum(positions.min(axis=1) - window + 1, 0) // BLOCK
-    if mask is None:
-        seen = jnp.tile(positions, (1, groups))
-    else:
-        seen = jnp.tile(mask, (1, groups, 1)).astype(jnp.int8)
-    queries = max(LEAST_QUERIES, power_of_two_from(groups * count))
-    padding = [(0, 0)] * seen.ndim
-    padding[1] = (0, queries - groups * count)
-    seen = jnp.pad(seen, padding, mode="edge")
-
     splits = _num_splits(rows * key_heads)
-    choices = _Choices(groups, new_tokens, splits, window, transform, interpret)
+    choices = _KernelChoices(groups, new_tokens, splits, window, transform, interpret)
     joined = jnp.concatenate([q, new_k, new_v], axis=2)
+    seen = _seen(groups, positions if mask is None else mask.astype(jnp.int8))
     k, v, *partial = _attend(choices, [joined, start, begin, end, seen, k, v])
     result = jax.ShapeDtypeStruct(q.shape, q.dtype)
     return _join([*partial, begin, end], result, interpret), k, v
 
 
-class _Choices(NamedTuple):
+class _KernelChoices(NamedTuple):
     """What the kernel is compiled for."""
 
     groups: int
@@ -130,6 +122,18 @@ class _Choices(NamedTuple):
     window: int | None
     transform: ScoreTransform
     interpret: bool
+
+
+def _seen(groups: int, of_token: Int[Array, "B N *S"]) -> Int[Array, "B R *S"]:
+    """Each query's position or mask, from its token's, for a power of two of queries.
+
+    Padding repeats the last query; its results are left out.
+    """
+    of_query = jnp.tile(of_token, (1, groups, *(1,) * (of_token.ndim - 2)))
+    queries = of_query.shape[1]
+    padding = [(0, 0)] * of_query.ndim
+    padding[1] = (0, max(LEAST_QUERIES, power_of_two_from(queries)) - queries)
+    return jnp.pad(of_query, padding, mode="edge")
 
 
 def _num_splits(programs: int) -> int:
@@ -149,7 +153,7 @@ def _first_block(begin: Int[Array, ""], split: Int[Array, "..."], splits: int) -
     return begin + jax.lax.rem(split - jax.lax.rem(begin, splits) + splits, splits)
 
 
-def _attend(choices: _Choices, arguments: list[Array]) -> list[Array]:
+def _attend(choices: _KernelChoices, arguments: list[Array]) -> list[Array]:
     """Runs the kernel for every row, key head and split.
 
     Returns keys and values with the new ones; weighted values float32 ``[B, K, P, R, E]``; and the
@@ -229,7 +233,7 @@ def _attend_kernel(
         total_ref[...] = total
 
 
-def _write_own(choices: _Choices, start, joined_ref, cache_refs) -> None:
+def _write_own(choices: _KernelChoices, start, joined_ref, cache_refs) -> None:
     """Writes the new entries whose positions are in blocks of this program's split."""
     capacity, size = cache_refs[0].shape
     # A kernel's arrays have powers of two as sizes. What pads them repeats the last entry.
@@ -247,7 +251,9 @@ def _write_own(choices: _Choices, start, joined_ref, cache_refs) -> None:
         plgpu.store(ref.at[index], new.astype(ref.dtype), mask=_spread(is_own, size, 0))
 
 
-def _scaled_queries(choices: _Choices, joined_ref, key_head, count: int) -> Float[Array, "R E"]:
+def _scaled_queries(
+    choices: _KernelChoices, joined_ref, key_head, count: int
+) -> Float[Array, "R E"]:
     """The queries of a key head, in the order of ``group_queries``."""
     tokens, _, size = joined_ref.shape
     index = jnp.minimum(jnp.arange(count), choices.groups * tokens - 1)
