@@ -89,7 +89,7 @@ def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
     mode = ("--sampled-only",) if is_sampled else BESIDE_PEERS
     report = bench(args, *prompts, *DRAFTERS, *mode)
     about = {key: report[key] for key in ("machine", "prompts", "max_new_tokens")}
-    peers = [{key: row[key] for key in KEPT_OF_PEERS} for row in report.get("peers", ())]
+    peers = [{key: row[key] for key in KEPT_OF_PEERS} for row in report["peers"]]
     return about | {"rows": [kept(row) for row in report["rows"]], "peers": peers}
 
 

@@ -86,7 +86,8 @@ def decode_attention(
 ) -> tuple[Float[Array, "B N H E"], Float[Array, "B K S E"], Float[Array, "B K S E"]]:
     """:func:`specjax.models.attention.dense.dense_attention` of a narrow pass, after its writes.
 
-    Returns the result, and keys and values with the new ones, in place under donation.
+    Returns the result in q's dtype, and keys and values with the new ones, in place under donation.
+    A pass that :func:`supports_decode` refuses is undefined here.
 
     Args:
       start: where the new entries go, modulo S as in a ring.
@@ -247,8 +248,8 @@ def _write_own(choices: _KernelChoices, start, joined_ref, cache_refs) -> None:
     head = key_heads * choices.groups + pl.program_id(1)
     for number, ref in enumerate(cache_refs):
         new = _entries(joined_ref, token, jnp.full_like(token, head + number * key_heads))
-        index = _spread(place, size, 0), _spread(jnp.arange(size), place.size, 1)
-        plgpu.store(ref.at[index], new.astype(ref.dtype), mask=_spread(is_own, size, 0))
+        own = ref.at[_spread(place, size, 0), _spread(jnp.arange(size), place.size, 1)]
+        plgpu.store(own, new.astype(ref.dtype), mask=_spread(is_own, size, 0))
 
 
 def _scaled_queries(
