@@ -330,8 +330,7 @@ def forward(
     Args:
       positions: int32; in a token tree ``start + depth``, not the cache position.
       start: int32, the cache position of each row's first new token, at most the capacity − N.
-      visible: ``visible[b, i, j]``: new token i sees the token at cache position ``base + j``.
-        None: the new tokens are a causal chain.
+      visible: ``visible[b, i, j]``: new token i sees cache position ``base + j``; None: a chain.
       base: int32, the number of committed tokens; ``start`` by default. It is below ``start`` if
         a tree grows level by level; T then also counts the levels that are already written.
       tree_positions: positions of those T tokens, read only under a sliding window or ALiBi.
@@ -345,14 +344,15 @@ def forward(
     """
     n = tokens.shape[1]
     count = n if visible is None else visible.shape[-1]
-    order = None if base is not None else _path_order(start, visible, pass_width)
+    order = _path_order(start, base, visible, pass_width)
+    one_by_one = platform().orders_trees and 1 < pass_width >= n
     if pass_width > n:
         tokens = pad_pass(tokens, pass_width)
         positions = pad_pass(positions, pass_width)
         visible = _pad_optional(visible, pass_width)
         features = _pad_optional(features, pass_width)
     base = start if base is None else base
-    queries = _Queries(positions, base, visible, count, tree_positions, order)
+    queries = _Queries(positions, base, visible, count, tree_positions, order, one_by_one)
     attend = _CacheAttention(cfg, cache, queries, start, n)
     run = module_of(cfg, attach_adapters(cfg, params, tokens))
     hidden, aux_states = run(tokens, positions, attend, aux_layers=aux_layers, features=features)
@@ -360,13 +360,17 @@ def forward(
 
 
 def _path_order(
-    start: Int[Array, "B"], visible: Bool[Array | np.ndarray, "B N T"] | None, pass_width: int
+    start: Int[Array, "B"],
+    base: Int[Array, "B"] | None,
+    visible: Bool[Array | np.ndarray, "B N T"] | None,
+    pass_width: int,
 ) -> PathOrder | None:
     """The order of a whole tree's keys in a padded pass.
 
-    None: there is no tree, it does not fit into the width, or the platform does without.
+    None: there is no tree, or a part of one, it does not fit into the width, or the platform does
+    without.
     """
-    if visible is None or pass_width == 1 or visible.shape[1] > pass_width:
+    if visible is None or base is not None or pass_width == 1 or visible.shape[1] > pass_width:
         return None
     if not platform().orders_trees:
         return None
@@ -382,6 +386,9 @@ class _Queries(NamedTuple):
     count: int
     tree_positions: Int[Array, "B T"] | None
     order: PathOrder | None  # of a tree's pass whose bits are to be a chain's
+    one_by_one: (
+        bool  # whether a padded pass adds up values so that trees and chains have equal bits
+    )
 
 
 class _LayerKind(NamedTuple):
@@ -460,7 +467,8 @@ def _attention_of_kind(cfg: ModelConfig, kind: _LayerKind, queries: _Queries) ->
       ValueError: the pass has more tokens than a ring has room for.
     """
     tokens = queries.positions.shape[1]
-    positions, base, visible, count, tree_positions, order = _pad_single_query(cfg, queries)
+    queries = _pad_single_query(cfg, queries)
+    positions, base, visible, count, tree_positions, order, one_by_one = queries
     window, capacity, is_ring = kind
     if is_ring:
         _check_ring_room(kind, count)
@@ -480,6 +488,7 @@ def _attention_of_kind(cfg: ModelConfig, kind: _LayerKind, queries: _Queries) ->
     own_mask = mask
     if is_ring or is_chunked or not reads_whole:
         order = None  # their sums have an order of their own
+        one_by_one = False
     if order is not None or (reads_whole and not has_mask):
         # A chain: each token is in the cache position of its position.
         distance = dense.chain_distances(positions, capacity)
@@ -497,7 +506,9 @@ def _attention_of_kind(cfg: ModelConfig, kind: _LayerKind, queries: _Queries) ->
             q = pad_pass(q, positions.shape[1])
         if reads_whole:
             assert mask is not None, "a cache that is read whole has a mask"
-            out = dense.dense_attention(q, k, v, mask, transform, distance, sinks, order)
+            out = dense.dense_attention(
+                q, k, v, mask, transform, distance, sinks, order, one_by_one
+            )
         else:
             out = long_cache.cached_attention(
                 q,

@@ -10,15 +10,18 @@ Axis legend: B rows, S cache positions, K key heads, R queries of a key head, E 
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int8
+from jaxtyping import Array, Float, Int, Int8
 
 from specjax._util.platform import platform
 
 MAX_CODE = 127
+ADDED_PER_STEP = 16  # cache positions; more make larger programs, and no faster ones
 
 
 class QuantizedKV(NamedTuple):
@@ -67,14 +70,40 @@ def weighted_values(
     dtype: DTypeLike,
     *,
     result_dtype: DTypeLike | None = None,
+    one_by_one: bool = False,
 ) -> Float[Array, "B K R E"]:
     """``weights @ v``, computed in ``dtype``.
 
-    The result has ``result_dtype``; None: it has ``dtype``.
+    The result has ``result_dtype``; None: it has ``dtype``. ``one_by_one``: see
+    :func:`_sum_one_by_one`.
     """
     if isinstance(v, QuantizedKV):
         weights = weights * v.scales[..., 0][:, :, None]
         v = v.codes.astype(dtype)
-    return jnp.einsum(
-        "bkrs,bkse->bkre", weights.astype(dtype), v, preferred_element_type=result_dtype
-    )
+    weights = weights.astype(dtype)
+    if one_by_one:
+        return _sum_one_by_one(weights, v).astype(result_dtype or dtype)
+    return jnp.einsum("bkrs,bkse->bkre", weights, v, preferred_element_type=result_dtype)
+
+
+def _sum_one_by_one(
+    weights: Float[Array, "B K R S"], v: Float[Array, "B K S E"]
+) -> Float[Array, "B K R E"]:
+    """float32 ``weights @ v``, added up in the order of the cache positions.
+
+    A weight of zero then changes no bit, and it does not matter how many are between two others.
+    A matrix product sums blocks or every fourth position apart, differently on each CPU.
+    """
+    block = math.gcd(weights.shape[3], ADDED_PER_STEP)
+
+    def add(step: Int[Array, ""], total: Float[Array, "B K R E"]) -> Float[Array, "B K R E"]:
+        some_weights = lax.dynamic_slice_in_dim(weights, step * block, block, axis=3)
+        some_values = lax.dynamic_slice_in_dim(v, step * block, block, axis=2)
+        some_weights = some_weights.astype(jnp.float32)
+        some_values = some_values.astype(jnp.float32)
+        for i in range(block):
+            total = total + some_weights[..., i, None] * some_values[:, :, None, i]
+        return total
+
+    zeros = jnp.zeros((*weights.shape[:3], v.shape[3]), jnp.float32)
+    return lax.fori_loop(0, weights.shape[3] // block, add, zeros)

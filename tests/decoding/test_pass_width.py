@@ -11,6 +11,7 @@ import specjax as sj
 from specjax.core import tree
 from specjax.core.tree import NO_PARENT
 from specjax.demo.heldout import held_out_functions
+from specjax.models.quantized_cache import weighted_values
 from support import variants
 from support.variant_models import build
 
@@ -88,6 +89,23 @@ def test_the_nodes_of_a_tree_have_the_bits_of_plain_decoding(name, dtype, static
         for depth, node in enumerate(path):
             want, after, _ = RUN(model, after, nodes[:, node, None], start + depth)
             np.testing.assert_array_equal(got[:, node], want[:, 0], err_msg=f"node {node}")
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
+def test_gaps_between_keys_change_no_bit_of_a_sum_one_by_one(dtype):
+    """At any place: a matrix product sums blocks of 256 or every fourth key apart."""
+    random = np.random.Generator(np.random.Philox(5))
+    weights, values = random.random((1, 2, 16, 640)), random.standard_normal((1, 2, 640, 16))
+    add = jax.jit(functools.partial(weighted_values, dtype=jnp.float32, one_by_one=True))
+    for last in range(200, 620, 3):
+        chain = np.where(np.arange(640) <= last, weights, 0)
+        tree, moved = chain.copy(), values.copy()
+        tree[..., last] = 0
+        tree[..., last + 7] = chain[..., last]
+        moved[:, :, last + 7] = values[:, :, last]
+        want = add(jnp.asarray(chain, dtype), jnp.asarray(values, dtype))
+        got = add(jnp.asarray(tree, dtype), jnp.asarray(moved, dtype))
+        np.testing.assert_array_equal(got, want, err_msg=f"last key at {last}")
 
 
 @pytest.mark.slow

@@ -255,12 +255,15 @@ def dense_attention(
     distance: Int[Array, "B N S"] | None = None,
     sinks: Float[Array, "H"] | None = None,
     order: PathOrder | None = None,
+    one_by_one: bool = False,
 ) -> Float[Array, "B N H E"]:
     """Softmax attention over the whole key axis; scores and softmax in float32.
 
     A query that sees nothing gets the mean of all values, which means nothing.
     ``distance``, which only ALiBi reads, is :func:`distances` or :func:`cache_distances`.
-    ``order`` of a tree: ``mask`` and ``distance`` are those of a chain then.
+    ``order`` of a tree: ``mask`` and ``distance`` are those of a chain then. ``one_by_one``: values
+    are added up in the order of the keys, so that gaps between the keys of a tree's node change no
+    bit; a chain that is to have the same bits does so, too.
     """
     n = q.shape[1]
     q = group_queries(q, k.shape[1], transform)
@@ -273,7 +276,7 @@ def dense_attention(
         weights = jax.nn.softmax(jnp.concatenate([scores, column], axis=-1), axis=-1)[..., :-1]
     if order is not None:
         weights = order.tree(weights)
-    return ungroup_queries(weighted_values(weights, v, q.dtype), n)
+    return ungroup_queries(weighted_values(weights, v, q.dtype, one_by_one=one_by_one), n)
 
 
 def group_queries(

@@ -2,8 +2,9 @@
 
 A node's ancestors are not side by side in the cache, and sums over keys round by the places that
 the keys are in. Here each node's scores are put where a chain's would be: the ancestor at depth d
-at position ``start + d``. So its softmax has the bits of plain decoding's, and with a pass of the
-same width so have its logits.
+at position ``start + d``. So its softmax has the bits of plain decoding's. Values are added up in
+the order of the cache, in which a node's ancestors come before it with gaps between them. One by
+one, gaps change no bit, so with a pass of the same width the logits have plain decoding's bits.
 
 Axis legend: B rows, N nodes, R = G·N rows of grouped queries, K key heads, S cache positions.
 """
