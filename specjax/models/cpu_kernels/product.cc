@@ -31,11 +31,9 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int kLanes = 16;
-#else
-constexpr int kLanes = 8;  // compilers split them for CPUs with narrower registers
-#endif
+// Compilers split them for CPUs with narrower registers. Wider ones gain nothing: few rows wait for
+// the memory, and Zen 4 multiplies 16 numbers in the time of twice 8.
+constexpr int kLanes = 8;
 
 typedef float Lanes __attribute__((vector_size(kLanes * 4)));
 typedef float Four __attribute__((vector_size(16)));
@@ -73,9 +71,7 @@ Lanes AsFloats(Words bits) {
 
 // a · b + c. Left to a compiler, one sum would be rounded once and another one twice.
 Lanes MultiplyAdd(Lanes a, Lanes b, Lanes c) {
-#if defined(__AVX512F__)
-  return (Lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
+#if defined(__FMA__)
   return (Lanes)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #elif defined(__ARM_FEATURE_FMA)
   for (int i = 0; i < kLanes; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
@@ -90,9 +86,7 @@ Lanes Widen(const float* at) { return Load<Lanes>(at); }
 
 // Compilers convert bytes one by one if they are not told how.
 Lanes Widen(const int8_t* at) {
-#if defined(__AVX512F__)
-  return (Lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)at)));
-#elif defined(__AVX2__)
+#if defined(__AVX2__)
   return (Lanes)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)at)));
 #else
   return __builtin_convertvector(__builtin_convertvector(Load<Bytes>(at), Integers), Lanes);
@@ -131,9 +125,7 @@ Lanes WidenUpTo(const T* at, int64_t count) {
 }
 
 Lanes Repeat(float entry) {
-#if defined(__AVX512F__)
-  return (Lanes)_mm512_set1_ps(entry);
-#elif defined(__AVX2__)
+#if defined(__AVX2__)
   return (Lanes)_mm256_set1_ps(entry);
 #else
   return entry - Lanes{};
@@ -152,7 +144,7 @@ float Sum(Lanes lanes) {
 // Keeps what is used several times in a register. Compilers read it again for each use, and a
 // CPU reads two vectors while it multiplies two.
 void Keep(Lanes& lanes) {
-#if defined(__AVX2__) || defined(__AVX512F__)
+#if defined(__AVX2__)
   asm("" : "+v"(lanes));
 #endif
 }
@@ -210,71 +202,83 @@ void InParallel(ffi::ThreadPool& pool, int64_t count, const Work& work) {
 
 // Weights with their inputs adjacent, [outputs, inputs] --------------------------------------
 
-constexpr int64_t kInputs = 2048;  // inputs that are multiplied before the next ones are read
+constexpr int64_t kInputs = 1024;  // at most so many are multiplied before the next are read
 constexpr int kOutputs = 3;        // outputs and rows whose sums are in registers together
 constexpr int kRows = 4;
 constexpr int64_t kPadding = 16;  // floats between widened outputs, so that they share no cache set
 constexpr int64_t kLine = 64;      // bytes that the CPU fetches at a time
+constexpr int64_t kAhead = 8192;   // bytes between a block of weights and what is fetched meanwhile
 
-// The weights that are read after a block of several outputs: each tile of rows fetches a part.
+// What is fetched while a tile of rows is multiplied: the weights that are read later, in the order
+// in which they lie, so that the CPU goes on by itself.
 struct Ahead {
   const char* first;
-  int64_t stride;  // bytes from one output to the next
-  int64_t step;    // bytes of an output for each input that is multiplied meanwhile
+  int64_t step;  // bytes for kLanes inputs
 
-  // What is read of one output after `inputs` inputs.
-  template <int inputs>
-  void Fetch(int64_t input, int64_t output) const {
-    const char* line = first + input * step + output * stride;
-    __builtin_prefetch(line);
-    if (inputs * step > kLine) __builtin_prefetch(line + kLine);
+  template <int64_t most>
+  void Fetch(int64_t input) const {
+    const char* line = first + input / kLanes * step;
+#pragma GCC unroll 4
+    for (int64_t at = 0; at < most; at += kLine) {
+      // Into the second cache: it has more fetches under way than the first.
+      if (at < step) __builtin_prefetch(line + at, 0, 2);
+    }
   }
 };
 
 // Adds to sums[r, o] the products of `rows` rows with `outputs` outputs.
+//
+// Compilers keep the sums in registers only if they see each by itself: so the loops over them are
+// unrolled, and nothing sets them all at once.
 template <typename T, int outputs, int rows>
 void AddDots(const float* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t inputs,
              const Ahead& ahead, float* sums, int64_t sums_stride) {
-  Lanes acc[outputs][rows] = {};
-  const auto add = [&](auto widen, int64_t i) {
+  Lanes acc[outputs][rows];
+#pragma GCC unroll 4
+  for (int o = 0; o < outputs; ++o) {
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; ++r) acc[o][r] = Lanes{};
+  }
+  const auto add = [&](auto widen, int64_t i) __attribute__((always_inline)) {
     Lanes weights[outputs];
+#pragma GCC unroll 4
     for (int o = 0; o < outputs; ++o) {
       weights[o] = widen(w + o * w_stride + i);
       Keep(weights[o]);
     }
+#pragma GCC unroll 4
     for (int r = 0; r < rows; ++r) {
       Lanes entries = widen(x + r * x_stride + i);
       Keep(entries);
+#pragma GCC unroll 4
       for (int o = 0; o < outputs; ++o) acc[o][r] = MultiplyAdd(weights[o], entries, acc[o][r]);
     }
   };
-  const auto whole = [](const auto* at) { return Widen(at); };
   int64_t i = 0;
-  for (; i + outputs * kLanes <= inputs; i += outputs * kLanes) {
-    for (int step = 0; step < outputs; ++step) {
-      const int64_t at = i + step * kLanes;
-      if (outputs > 1) ahead.Fetch<outputs * kLanes>(at, step);
-      add(whole, at);
-    }
+  for (; i + kLanes <= inputs; i += kLanes) {
+    if (outputs > 1) ahead.Fetch<outputs * kLanes * sizeof(T)>(i);
+    add([](const auto* at) { return Widen(at); }, i);
   }
-  for (; i + kLanes <= inputs; i += kLanes) add(whole, i);
   if (i < inputs) add([&](const auto* at) { return WidenSome(at, inputs - i); }, i);
+#pragma GCC unroll 4
   for (int o = 0; o < outputs; ++o) {
+#pragma GCC unroll 4
     for (int r = 0; r < rows; ++r) sums[r * sums_stride + o] += Sum(acc[o][r]);
   }
 }
 
-// The same for any number of rows. `next` are the weights that are read then.
+// The same for any number of rows. What lies kAhead behind `later` is fetched meanwhile.
 template <typename T, int outputs>
 void AddDotsOfRows(int64_t rows, const float* x, int64_t x_stride, const T* w, int64_t w_stride,
-                   int64_t inputs, const T* next, float* sums, int64_t sums_stride) {
+                   int64_t inputs, const T* later, float* sums, int64_t sums_stride) {
   const int64_t tiles = (rows + kRows - 1) / kRows;
   const int64_t size = sizeof(T);
   const auto add = [&](const auto* weights, int64_t stride) {
     for (int64_t tile = 0; tile < tiles; ++tile) {
       const int64_t r = tile * kRows;
-      const char* first = reinterpret_cast<const char*>(next) + inputs * size * tile / tiles;
-      const Ahead ahead{first, w_stride * size, (size + tiles - 1) / tiles};
+      const char* first = reinterpret_cast<const char*>(later) + kAhead;
+      const Ahead ahead{first + outputs * inputs * size * tile / tiles,
+                        (outputs * kLanes * size + tiles - 1) / tiles};
       const auto call = [&](auto kernel) {
         kernel(x + r * x_stride, x_stride, weights, stride, inputs, ahead, sums + r * sums_stride,
                sums_stride);
@@ -312,23 +316,26 @@ void DenseOutputs(int64_t rows, int64_t inputs, int64_t first, int64_t count, co
                   const T* w, const float* scales, const Results& y) {
   thread_local std::vector<float> sums;
   sums.assign(rows * count, 0.0f);
-  // For a single row outputs of floats are computed one by one. Weights are then read in the order
-  // in which they lie, and the CPU fetches them ahead by itself. With more rows three outputs share
-  // what is read of the rows. With int8 they always do: to widen it takes longer than to read it.
-  const bool is_streamed = sizeof(T) > 1 && rows == 1;
-  for (int64_t i = 0; i < inputs; i += kInputs) {
-    const int64_t some = std::min(kInputs, inputs - i);
-    int64_t o = 0;
-    for (; !is_streamed && o + kOutputs <= count; o += kOutputs) {
-      const T* at = w + (first + o) * inputs + i;
-      AddDotsOfRows<T, kOutputs>(rows, x + i, inputs, at, inputs, some, at + kOutputs * inputs,
-                                 &sums[o], count);
+  // For one or two rows outputs of floats are computed one by one. Weights are then read in the
+  // order in which they lie, and the CPU fetches them ahead by itself. With more rows three outputs
+  // share what is read of the rows. With int8 they always do: widening takes longer than reading.
+  const bool is_streamed = sizeof(T) > 1 && rows <= 2;
+  const int64_t pieces = (inputs + kInputs - 1) / kInputs;
+  const int64_t piece = (inputs / pieces + kLanes - 1) / kLanes * kLanes;
+  const auto add = [&](auto outputs, int64_t o) {
+    const T* begin = w + (first + o) * inputs;
+    for (int64_t i = 0; i < inputs; i += piece) {
+      const int64_t some = std::min(piece, inputs - i);
+      const T* later = begin + outputs * (i + some);  // as many weights on as are read now
+      AddDotsOfRows<T, outputs>(rows, x + i, inputs, begin + i, inputs, some, later, &sums[o],
+                                count);
     }
-    for (; o < count; ++o) {
-      const T* at = w + (first + o) * inputs + i;
-      AddDotsOfRows<T, 1>(rows, x + i, inputs, at, inputs, some, at, &sums[o], count);
-    }
+  };
+  int64_t o = 0;
+  for (; !is_streamed && o + kOutputs <= count; o += kOutputs) {
+    add(std::integral_constant<int, kOutputs>{}, o);
   }
+  for (; o < count; ++o) add(std::integral_constant<int, 1>{}, o);
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t o = 0; o < count; ++o) {
       const float scale = scales ? scales[first + o] : 1.0f;
@@ -395,10 +402,7 @@ __m128i UnpackEight(const uint8_t* at) {
 // Signed ones are given with kBias added.
 template <bool is_signed>
 void WidenHalves(const uint8_t* at, Lanes* first, Lanes* second) {
-#if defined(__AVX512F__)
-  *first = (Lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(UnpackEight<is_signed>(at)));
-  *second = (Lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(UnpackEight<is_signed>(at + 8)));
-#elif defined(__AVX2__)
+#if defined(__AVX2__)
   const __m128i codes = UnpackEight<is_signed>(at);
   *first = (Lanes)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes));
   *second = (Lanes)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(codes, 8)));
