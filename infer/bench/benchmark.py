@@ -49,6 +49,7 @@ from specjax.models.hf.layout import DTYPES
 from specjax.registry import AUTO, METHODS
 from specjax.runtime.infill import ending_middles
 
+VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2"}  # Linux' names of a CPU's features
 PEER_GAMMA = 4  # the peer's draft length if no case has a fixed one
 
 
@@ -411,10 +412,22 @@ def machine() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """The processor's name; Linux tells it in more detail than ``platform``."""
+    """The processor's name and its widest vectors; Linux tells more than ``platform``.
+
+    Virtual machines of several generations have one name, and differ in their vectors.
+    """
     info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    if not info.exists():
+        return platform.processor() or platform.machine()
+    return processor_of(info.read_text())
+
+
+def processor_of(info: str) -> str:
+    """The processor that ``info``, the text of ``/proc/cpuinfo``, is about: ``name, vectors``."""
+    fields = {}
+    for line in info.splitlines():
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip(), value.strip())
+    features = fields.get("flags", "").split()
+    vectors = [name for feature, name in VECTORS.items() if feature in features]
+    return ", ".join([fields.get("model name") or platform.machine(), *vectors[:1]])

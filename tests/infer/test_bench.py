@@ -160,6 +160,18 @@ def test_report_has_every_case_and_figure(small, short_curve, tmp_path, capsys):
     assert {"speedup", "acceptance_rate", "block_efficiency"} <= report["rows"][-1]["pm"].keys()
 
 
+@pytest.mark.parametrize(
+    ("info", "name"),
+    [
+        ("model name\t: AMD EPYC\nflags\t\t: fpu avx avx2 avx512f\n", "AMD EPYC, AVX-512"),
+        ("model name\t: AMD EPYC\nflags\t\t: fpu avx avx2\n\nflags\t: none", "AMD EPYC, AVX2"),
+        ("model name\t: Old\nflags\t\t: fpu\n", "Old"),
+    ],
+)
+def test_a_processor_is_named_with_its_vectors(info, name):
+    assert benchmark.processor_of(info) == name
+
+
 def test_runs_are_shown_and_kept_before_the_next_begins(small, monkeypatch, tmp_path, capsys):
     """A benchmark that is stopped in its third run has kept two."""
     real = timed_cases.run_case
