@@ -345,7 +345,7 @@ def forward(
     n = tokens.shape[1]
     count = n if visible is None else visible.shape[-1]
     order = _path_order(start, base, visible, pass_width)
-    one_by_one = platform().orders_trees and 1 < pass_width >= n
+    one_by_one = platform().orders_trees and pass_width >= max(n, 2)
     if pass_width > n:
         tokens = pad_pass(tokens, pass_width)
         positions = pad_pass(positions, pass_width)
