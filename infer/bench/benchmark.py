@@ -49,7 +49,7 @@ from specjax.models.hf.layout import DTYPES
 from specjax.registry import AUTO, METHODS
 from specjax.runtime.infill import ending_middles
 
-VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2"}  # Linux' names of a CPU's features
+VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2"}  # by Linux' names of them, the widest first
 PEER_GAMMA = 4  # the peer's draft length if no case has a fixed one
 
 

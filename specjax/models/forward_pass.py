@@ -386,9 +386,7 @@ class _Queries(NamedTuple):
     count: int
     tree_positions: Int[Array, "B T"] | None
     order: PathOrder | None  # of a tree's pass whose bits are to be a chain's
-    one_by_one: (
-        bool  # whether a padded pass adds up values so that trees and chains have equal bits
-    )
+    one_by_one: bool  # whether values are added up so that trees and chains have equal bits
 
 
 class _LayerKind(NamedTuple):
@@ -507,7 +505,7 @@ def _attention_of_kind(cfg: ModelConfig, kind: _LayerKind, queries: _Queries) ->
         if reads_whole:
             assert mask is not None, "a cache that is read whole has a mask"
             out = dense.dense_attention(
-                q, k, v, mask, transform, distance, sinks, order, one_by_one
+                q, k, v, mask, transform, distance, sinks, order, one_by_one=one_by_one
             )
         else:
             out = long_cache.cached_attention(
