@@ -205,6 +205,7 @@ void InParallel(ffi::ThreadPool& pool, int64_t count, const Work& work) {
 constexpr int64_t kInputs = 1024;  // at most so many are multiplied before the next are read
 constexpr int kOutputs = 3;        // outputs and rows whose sums are in registers together
 constexpr int kRows = 4;
+constexpr int kOutputsOfTwo = 6;   // outputs if there are at most two rows
 constexpr int64_t kPadding = 16;  // floats between widened outputs, so that they share no cache set
 constexpr int64_t kLine = 64;      // bytes that the CPU fetches at a time
 constexpr int64_t kAhead = 8192;   // bytes between a block of weights and what is fetched meanwhile
@@ -218,7 +219,7 @@ struct Ahead {
   template <int64_t most>
   void Fetch(int64_t input) const {
     const char* line = first + input / kLanes * step;
-#pragma GCC unroll 4
+#pragma GCC unroll 6
     for (int64_t at = 0; at < most; at += kLine) {
       // Into the second cache: it has more fetches under way than the first.
       if (at < step) __builtin_prefetch(line + at, 0, 2);
@@ -234,14 +235,14 @@ template <typename T, int outputs, int rows>
 void AddDots(const float* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t inputs,
              const Ahead& ahead, float* sums, int64_t sums_stride) {
   Lanes acc[outputs][rows];
-#pragma GCC unroll 4
+#pragma GCC unroll 6
   for (int o = 0; o < outputs; ++o) {
 #pragma GCC unroll 4
     for (int r = 0; r < rows; ++r) acc[o][r] = Lanes{};
   }
   const auto add = [&](auto widen, int64_t i) __attribute__((always_inline)) {
     Lanes weights[outputs];
-#pragma GCC unroll 4
+#pragma GCC unroll 6
     for (int o = 0; o < outputs; ++o) {
       weights[o] = widen(w + o * w_stride + i);
       Keep(weights[o]);
@@ -250,7 +251,7 @@ void AddDots(const float* x, int64_t x_stride, const T* w, int64_t w_stride, int
     for (int r = 0; r < rows; ++r) {
       Lanes entries = widen(x + r * x_stride + i);
       Keep(entries);
-#pragma GCC unroll 4
+#pragma GCC unroll 6
       for (int o = 0; o < outputs; ++o) acc[o][r] = MultiplyAdd(weights[o], entries, acc[o][r]);
     }
   };
@@ -260,7 +261,7 @@ void AddDots(const float* x, int64_t x_stride, const T* w, int64_t w_stride, int
     add([](const auto* at) { return Widen(at); }, i);
   }
   if (i < inputs) add([&](const auto* at) { return WidenSome(at, inputs - i); }, i);
-#pragma GCC unroll 4
+#pragma GCC unroll 6
   for (int o = 0; o < outputs; ++o) {
 #pragma GCC unroll 4
     for (int r = 0; r < rows; ++r) sums[r * sums_stride + o] += Sum(acc[o][r]);
@@ -294,7 +295,7 @@ void AddDotsOfRows(int64_t rows, const float* x, int64_t x_stride, const T* w, i
   };
   if constexpr (!std::is_same_v<T, float>) {
     if (tiles > 1) {  // widened once for all tiles
-      alignas(64) thread_local float storage[kOutputs * (kInputs + kPadding)];
+      alignas(64) thread_local float storage[outputs * (kInputs + kPadding)];
       float* widened = storage;
       const int64_t stride = (inputs + kLanes - 1) / kLanes * kLanes + kPadding;
       for (int o = 0; o < outputs; ++o) {
@@ -318,7 +319,8 @@ void DenseOutputs(int64_t rows, int64_t inputs, int64_t first, int64_t count, co
   sums.assign(rows * count, 0.0f);
   // For one or two rows outputs of floats are computed one by one. Weights are then read in the
   // order in which they lie, and the CPU fetches them ahead by itself. With more rows three outputs
-  // share what is read of the rows. With int8 they always do: widening takes longer than reading.
+  // share what is read of the rows. With int8 they always do, as widening takes longer than reading,
+  // and for one or two rows six do: three sums would wait for each other.
   const bool is_streamed = sizeof(T) > 1 && rows <= 2;
   const int64_t pieces = (inputs + kInputs - 1) / kInputs;
   const int64_t piece = (inputs / pieces + kLanes - 1) / kLanes * kLanes;
@@ -332,6 +334,11 @@ void DenseOutputs(int64_t rows, int64_t inputs, int64_t first, int64_t count, co
     }
   };
   int64_t o = 0;
+  if constexpr (sizeof(T) == 1) {
+    for (; rows <= 2 && o + kOutputsOfTwo <= count; o += kOutputsOfTwo) {
+      add(std::integral_constant<int, kOutputsOfTwo>{}, o);
+    }
+  }
   for (; !is_streamed && o + kOutputs <= count; o += kOutputs) {
     add(std::integral_constant<int, kOutputs>{}, o);
   }
