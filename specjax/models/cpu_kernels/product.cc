@@ -205,7 +205,7 @@ void InParallel(ffi::ThreadPool& pool, int64_t count, const Work& work) {
 constexpr int64_t kInputs = 1024;  // at most so many are multiplied before the next are read
 constexpr int kOutputs = 3;        // outputs and rows whose sums are in registers together
 constexpr int kRows = 4;
-constexpr int kOutputsOfTwo = 6;   // outputs if there are at most two rows
+constexpr int kOutputsOfTwo = 6;   // of int8 weights, if there are at most two rows
 constexpr int64_t kPadding = 16;  // floats between widened outputs, so that they share no cache set
 constexpr int64_t kLine = 64;      // bytes that the CPU fetches at a time
 constexpr int64_t kAhead = 8192;   // bytes between a block of weights and what is fetched meanwhile
@@ -319,8 +319,8 @@ void DenseOutputs(int64_t rows, int64_t inputs, int64_t first, int64_t count, co
   sums.assign(rows * count, 0.0f);
   // For one or two rows outputs of floats are computed one by one. Weights are then read in the
   // order in which they lie, and the CPU fetches them ahead by itself. With more rows three outputs
-  // share what is read of the rows. With int8 they always do, as widening takes longer than reading,
-  // and for one or two rows six do: three sums would wait for each other.
+  // share what is read of the rows. With int8 they always do: widening takes longer than reading.
+  // There six outputs of one or two rows are summed together: three sums would wait for each other.
   const bool is_streamed = sizeof(T) > 1 && rows <= 2;
   const int64_t pieces = (inputs + kInputs - 1) / kInputs;
   const int64_t piece = (inputs / pieces + kLanes - 1) / kLanes * kLanes;
