@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from specjax._util import peers, processes
+from specjax._util import connections, meeting, peers, processes
 from specjax._util.errors import InputError
 from specjax._util.meeting import Meeting
 from specjax._util.program import Place
@@ -139,8 +139,15 @@ def test_a_process_that_dies_right_after_all_have_met_is_noticed(port):
 
 
 @pytest.mark.parametrize("dies", [True, False])
-def test_a_first_process_that_cannot_be_reached_any_more(port, dies):
+def test_a_first_process_that_cannot_be_reached_any_more(port, dies, monkeypatch):
     """It has died, which is noticed; or it lives, and there is no way to its other port."""
+    is_decided = threading.Event()
+
+    def visit(*about):
+        assert is_decided.wait(60)
+        return connections.visit(*about)
+
+    monkeypatch.setattr(meeting, "visit", visit)
     told = f'specjax {{"all": 2, "port": {free_port()}, "secret": "{"00" * 16}"}}\n'
     with socket.create_server(("localhost", port)) as server:
         other = begin(port, 1)
@@ -149,9 +156,11 @@ def test_a_first_process_that_cannot_be_reached_any_more(port, dies):
         guest.sendall(told.encode())
         if dies:
             guest.shutdown(socket.SHUT_WR)
-            connections = connections_of(other)
-            assert set(connections) == {0} and peers._received(connections[0]) is None
+            is_decided.set()
+            kept = connections_of(other)
+            assert set(kept) == {0} and peers._received(kept[0]) is None
         else:
+            is_decided.set()
             assert guest.recv(1) == b"-"
             assert connections_of(other) == {}
         guest.close()
