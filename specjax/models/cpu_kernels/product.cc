@@ -321,7 +321,8 @@ void DenseOutputs(int64_t rows, int64_t inputs, int64_t first, int64_t count, co
   // order in which they lie, and the CPU fetches them ahead by itself. With more rows three outputs
   // share what is read of the rows. With int8 they always do: widening takes longer than reading.
   // There six outputs of one or two rows are summed together: three sums would wait for each other.
-  const bool is_streamed = sizeof(T) > 1 && rows <= 2;
+  const bool are_few = rows <= 2;
+  const bool is_streamed = sizeof(T) > 1 && are_few;
   const int64_t pieces = (inputs + kInputs - 1) / kInputs;
   const int64_t piece = (inputs / pieces + kLanes - 1) / kLanes * kLanes;
   const auto add = [&](auto outputs, int64_t o) {
@@ -335,7 +336,7 @@ void DenseOutputs(int64_t rows, int64_t inputs, int64_t first, int64_t count, co
   };
   int64_t o = 0;
   if constexpr (sizeof(T) == 1) {
-    for (; rows <= 2 && o + kOutputsOfTwo <= count; o += kOutputsOfTwo) {
+    for (; are_few && o + kOutputsOfTwo <= count; o += kOutputsOfTwo) {
       add(std::integral_constant<int, kOutputsOfTwo>{}, o);
     }
   }
