@@ -84,7 +84,8 @@ def replay(drafter: Drafter, rows: list[tuple[list[int], list[int]]], batch: int
             jnp.where(jnp.arange(capacity) < length[:, None], tokens, 0), length, drafted
         )
         state.done = length >= whole
-        draft, drafted, _, _ = drafter.propose(inputs, state, None)
+        proposal = drafter.propose(inputs, state, None)
+        draft, drafted = proposal.draft, proposal.state
         at = jnp.minimum(length[:, None] + jnp.arange(drafter.gamma), capacity - 1)
         right = (jnp.take_along_axis(tokens, at, axis=1) == draft.tokens[:, 1:]) & draft.valid[
             :, 1:

@@ -26,12 +26,17 @@ from specjax.core.types import SAMPLINGS, DecodeState, Draft, Inputs, TreeShape,
 
 
 class Proposal(NamedTuple):
-    """A draft, the drafter's next state, and what it cost."""
+    """A draft, the drafter's next state, what it cost, and how good it is.
+
+    ``confidence`` is an index of the drafter's ``prior_acceptance``, −1 for a row without a draft.
+    None: all drafts have the first one. It may depend on what is written, not on what is drawn.
+    """
 
     draft: Draft
     state: Any = ()
     calls: Int[Array, "B"] | int = 0  # draft-model calls of each row
     passes: Int[Array, ""] | int = 0  # batched draft-model forwards launched
+    confidence: Int[Array, "B"] | None = None
 
 
 class Drafter(Protocol):
@@ -50,6 +55,9 @@ class Drafter(Protocol):
     ends_early: bool = False  # whether most of its chains end long before ``shape.depth``
     keep_logits: bool = False  # whether drafts carry the draft model's raw logits
     usual_rule: str = "speculative"  # what verifies its drafts where no rule is named
+    # How often a drafted token is expected to be accepted, by :attr:`Proposal.confidence`. Draft
+    # lengths that follow costs begin with it.
+    prior_acceptance: tuple[float, ...] = (0.85,)
     # Whether devices may have shares of the draft's probabilities (see specjax.core.vocabulary).
     splits_vocabulary: bool = False
 

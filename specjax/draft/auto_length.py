@@ -7,8 +7,12 @@ accepted with probability A(b). So a draft of this form yields
 and one target pass over its nodes.
 
 The whole batch drafts the form with the most tokens per cost, out of a few static ones. A is
-estimated from past rounds; the costs are an argument. The choice reads nothing of the present
-round, so a lossless rule stays lossless.
+estimated from past rounds; the costs are an argument. The choice reads what is written so far and
+nothing that is drawn in the present round, so a lossless rule stays lossless.
+
+Some drafters know how good their next draft is: what follows a match of three tokens is accepted
+far more often than what follows a match of one. Such a drafter gives each row a *confidence*
+(:class:`specjax.core.protocols.Drafter`), and A is estimated for each confidence.
 
 In a mixture of experts a target pass costs what its tokens' experts do. Rounds that are timed
 therefore verify tokens that differ (:class:`TimeableRound`). For T of them about
@@ -17,7 +21,7 @@ one token it would be k.
 
 How costs are measured is not known here: see :mod:`specjax.runtime.round_costs`.
 
-Axis legend: B rows, n forms, D levels, w numbers of siblings (1, 2, … w).
+Axis legend: B rows, n forms, D levels, c confidences, w numbers of siblings (1, 2, … w).
 """
 
 from __future__ import annotations
@@ -54,11 +58,14 @@ PASS_SIZES = (4, 8)
 MIXTURE_PASS_SIZES = (2, *PASS_SIZES)
 COSTS = "costs"  # the setting: relative time of a round of each form, float32 [n]
 
-# The prior: the acceptance rate before anything is known, and how many tested tokens it counts for.
-# A prior that is too high costs one or two failed drafts. With one that is too low, a good draft
-# model would never be tried.
-PRIOR_ACCEPTANCE = 0.85
+# How many tested tokens the prior counts for: the drafter's acceptance rates before anything is
+# known. A prior that is too high costs one or two failed drafts. With one that is too low, a good
+# draft model would never be tried.
 PRIOR_WEIGHT = 1.5
+
+# A draft must promise this fraction more tokens per cost than a plain round: a measured cost may be
+# some percent too low, and then drafts that look just good enough lose.
+MARGIN = 0.05
 
 # While nothing is known about drafts, a round with one takes at most so many times as long as a
 # plain round, if any does. In a mixture of experts the draft that promises most may cost four plain
@@ -93,33 +100,36 @@ CATCH_UP = 16  # tokens per row and pass when the draft model reads what it has 
 class AcceptanceHistory(struct.PyTreeNode):
     """What past rounds say about drafts. All rows of a batch share it.
 
-    ``tested`` and ``accepted`` count tree levels, by their number of siblings. Older ones count
-    less. ``streak`` is the number of rounds in a row without a draft, or minus the number of rounds
-    in a row with one.
+    ``tested`` and ``accepted`` count tree levels, by their confidence and number of siblings. Older
+    ones count less. ``streak`` is, for each confidence that a row's draft began with, the number of
+    rounds in a row without a draft, or minus the number of rounds in a row with one.
     """
 
-    tested: Float[Array, "B w"]
-    accepted: Float[Array, "B w"]
-    streak: Int[Array, "B"]
-    retry_after: Int[Array, "B"]  # rounds without a draft until drafts are tried again
+    tested: Float[Array, "B c w"]
+    accepted: Float[Array, "B c w"]
+    streak: Int[Array, "B c"]
+    retry_after: Int[Array, "B c"]  # rounds without a draft until drafts are tried again
     draft_cached: Int[Array, "B"]  # tokens of each row that the draft model's cache holds
 
     @classmethod
-    def begin(cls, rows: int, siblings: int = 1) -> AcceptanceHistory:
-        """The history before the first round; ``siblings`` is the largest number w."""
+    def begin(cls, rows: int, confidences: int = 1, siblings: int = 1) -> AcceptanceHistory:
+        """The history before the first round: c confidences, at most w ``siblings``."""
         return cls(
-            tested=jnp.zeros((rows, siblings), jnp.float32),
-            accepted=jnp.zeros((rows, siblings), jnp.float32),
-            streak=jnp.zeros((rows,), jnp.int32),
-            retry_after=jnp.full((rows,), initial_retry_after(rows), jnp.int32),
+            tested=jnp.zeros((rows, confidences, siblings), jnp.float32),
+            accepted=jnp.zeros((rows, confidences, siblings), jnp.float32),
+            streak=jnp.zeros((rows, confidences), jnp.int32),
+            retry_after=jnp.full((rows, confidences), initial_retry_after(rows), jnp.int32),
             draft_cached=jnp.zeros((rows,), jnp.int32),
         )
 
-    def rates(self) -> Float[Array, "w"]:
-        """A(1), A(2), …: how often one of so many siblings is accepted, in the batch."""
-        siblings = jnp.arange(1.0, self.tested.shape[1] + 1)
+    def rates(self, priors: Sequence[float]) -> Float[Array, "c w"]:
+        """A(1), A(2), …: how often one of so many siblings is accepted, in the batch.
+
+        ``priors`` are the c acceptance rates that a drafter expects.
+        """
+        siblings = jnp.arange(1.0, self.tested.shape[2] + 1)
         # Siblings resemble each other: the prior counts b of them as √b independent ones.
-        prior = 1 - (1 - PRIOR_ACCEPTANCE) ** jnp.sqrt(siblings)
+        prior = 1 - (1 - jnp.array(priors, jnp.float32)[:, None]) ** jnp.sqrt(siblings)
         tested = self.tested.sum(0)
         accepted = self.accepted.sum(0)
         rates = (accepted + prior * PRIOR_WEIGHT) / (tested + PRIOR_WEIGHT)
@@ -127,41 +137,52 @@ class AcceptanceHistory(struct.PyTreeNode):
         # A single child is accepted at most as often as one of several: A(1) ≤ A(b). And each
         # further sibling helps at most as much as the first: A(b) ≤ 1 − (1 − A(1))^b. So the counts
         # of one number of siblings bound the rates of the others, also of those never tried.
-        single = rates.min()
+        single = rates.min(axis=1, keepdims=True)
         return jnp.minimum(rates, 1 - (1 - single) ** siblings)
 
     def record_round(
-        self, before: DecodeState, state: DecodeState, drafted: Bool[Array, ""], form: Array
+        self,
+        before: DecodeState,
+        state: DecodeState,
+        confidence: Int[Array, "B"],
+        drafted: Bool[Array, ""],
+        form: Int[Array, "D"],
     ) -> AcceptanceHistory:
         """The history with the round that led from ``before`` to ``state``.
 
         Args:
+          confidence: of each row's draft, −1 for a row that had nothing to draft.
           drafted: whether the round had a draft.
-          form: int32 ``[D]``, the siblings of each level; 0 past the draft's depth.
+          form: the siblings of each level; 0 past the draft's depth.
         """
         accepted = state.stats.accepted - before.stats.accepted
         # Unless the whole draft is accepted, one more level was tested: the one that was rejected.
         tested = accepted + (accepted < state.stats.drafted - before.stats.drafted)
-        siblings = 1 + jnp.arange(self.tested.shape[1])
-        siblings_of_level = (form[:, None] == siblings).astype(jnp.float32)  # [D, w], one-hot
+        num_confidences, num_siblings = self.tested.shape[1:]
+        of_level = level_confidences(confidence, len(form), num_confidences)
+        is_confidence = of_level[..., None] == jnp.arange(num_confidences)  # [B, D, c]
+        is_siblings = form[:, None] == 1 + jnp.arange(num_siblings)  # [D, w]
+        kind = is_confidence[..., None] & is_siblings[:, None]  # [B, D, c, w], one-hot
 
-        def by_siblings(levels: Int[Array, "B"]) -> Float[Array, "B w"]:
-            """The first ``levels`` levels of each row, counted by their number of siblings."""
-            counted = (jnp.arange(len(form)) < levels[:, None]).astype(jnp.float32)
-            return counted @ siblings_of_level
+        def by_kind(levels: Int[Array, "B"]) -> Float[Array, "B c w"]:
+            """The first ``levels`` levels of each row, counted by confidence and siblings."""
+            counted = jnp.arange(len(form)) < levels[:, None]
+            return (counted[..., None, None] & kind).sum(1).astype(jnp.float32)
 
-        new_tested = by_siblings(tested)
-        new_accepted = by_siblings(accepted)
+        new_tested = by_kind(tested)
+        new_accepted = by_kind(accepted)
 
         # The sign changes when the batch goes from drafts to plain rounds or back.
-        streak = jnp.where(
+        begun = jnp.any(confidence[:, None] == jnp.arange(num_confidences), axis=0)
+        next_streak = jnp.where(
             drafted, jnp.minimum(self.streak, 0) - 1, jnp.maximum(self.streak, 0) + 1
         )
+        streak = jnp.where(begun, next_streak, self.streak)
         retry = streak >= self.retry_after
         # A retry forgets all counts. A plain round has none to add, and lets none decay.
-        kept = jnp.where(retry, 0.0, jnp.where(drafted, DECAY, 1.0))[:, None]
+        kept = jnp.where(retry, 0.0, jnp.where(drafted, DECAY, 1.0))[..., None]
         # The rows' counts are summed, so each row gets its share of the penalty.
-        penalty = jnp.where(retry, RETRY_PENALTY / len(retry), 0.0)[:, None]
+        penalty = jnp.where(retry, RETRY_PENALTY / len(retry), 0.0)[..., None]
 
         # The next wait is longer from the beginning of a retry on: only RELIABLE_AFTER rounds with
         # drafts undo that.
@@ -192,41 +213,65 @@ def level_table(forms: Sequence[Form]) -> np.ndarray:
     return table
 
 
-def best_form_index(
-    rates: Float[Array, "w"], forms: Sequence[Form], costs: Float[Array, "n"]
-) -> Int[Array, ""]:
-    """The index of the form with the most expected tokens per cost."""
-    return jnp.argmax(_tokens_per_cost(rates, forms, costs))
+def level_confidences(
+    confidence: Int[Array, "B"], depth: int, num_confidences: int
+) -> Int[Array, "B D"]:
+    """The confidence of each level of a draft that begins with ``confidence``.
+
+    A level is reached if the one above was accepted. So its own match is one token longer. Without
+    a draft (−1) all levels have −1.
+    """
+    of_level = jnp.minimum(confidence[:, None] + jnp.arange(depth), num_confidences - 1)
+    return jnp.where(confidence[:, None] < 0, -1, of_level)
+
+
+def form_gains(
+    rates: Float[Array, "c w"],
+    forms: Sequence[Form],
+    costs: Float[Array, "n"],
+    confidence: Int[Array, "B"] | None = None,
+    running: Bool[Array, "B"] | None = None,
+) -> Float[Array, "n"]:
+    """Expected tokens over cost of a round of each form; drafts lose :data:`MARGIN` of a plain one.
+
+    Args:
+      rates: how often one of w siblings is accepted, by confidence.
+      costs: relative time of a round of each form. The first form is a plain round.
+      confidence: of each row's draft, −1: it has none. By default all rows have the first one.
+      running: the rows that count; by default all of them.
+    """
+    if confidence is None:
+        confidence = jnp.zeros((1,) if running is None else running.shape, jnp.int32)
+    if running is None:
+        running = jnp.ones(confidence.shape, bool)
+    siblings = level_table(forms)
+    of_level = level_confidences(confidence, siblings.shape[1], len(rates))
+    level_rates = rates[of_level[:, None], np.maximum(siblings, 1) - 1]  # [B, n, D]
+    level_rates = jnp.where((siblings > 0) & (of_level[:, None] >= 0), level_rates, 0.0)
+    # A level is reached if all levels above it were accepted: hence the cumulative product. The 1
+    # is the token that every round emits, the correction or the bonus token.
+    of_row = 1 + jnp.cumprod(level_rates, axis=2).sum(2)
+    running = running.astype(jnp.float32)
+    expected_tokens = running @ of_row / jnp.maximum(running.sum(), 1)
+    gains = expected_tokens / costs
+    return gains - MARGIN * gains[0] * (jnp.arange(len(forms)) > 0)
 
 
 def next_form_index(
-    history: AcceptanceHistory, forms: Sequence[Form], costs: Float[Array, "n"]
+    history: AcceptanceHistory, gains: Float[Array, "n"], costs: Float[Array, "n"]
 ) -> Int[Array, ""]:
-    """The index of the next round's form.
+    """The index of the next round's form: the one that gains most.
 
-    It is the best one. But while no token was tested, the first draft is a cheap one
-    (:data:`FIRST_COST`): it may be rejected.
+    But while no token was tested, the first draft is a cheap one (:data:`FIRST_COST`): it may be
+    rejected.
     """
-    gains = _tokens_per_cost(history.rates(), forms, costs)
     best = jnp.argmax(gains)
-    is_draft = jnp.arange(len(forms)) > 0
+    is_draft = jnp.arange(len(gains)) > 0
     cheapest = jnp.where(is_draft, costs, jnp.inf).min()
     is_cheap = is_draft & (costs <= jnp.maximum(FIRST_COST * costs[0], cheapest))
     first = jnp.argmax(jnp.where(is_cheap, gains, -jnp.inf))
     is_unknown = history.tested.sum() < 1
     return jnp.where(is_unknown & (best > 0), first, best)
-
-
-def _tokens_per_cost(
-    rates: Float[Array, "w"], forms: Sequence[Form], costs: Float[Array, "n"]
-) -> Float[Array, "n"]:
-    """The expected tokens of a round of each form over its cost."""
-    siblings = level_table(forms)
-    level_rates = jnp.where(siblings > 0, rates[np.maximum(siblings, 1) - 1], 0.0)
-    # A level is reached if all levels above it were accepted: hence the cumulative product. The 1
-    # is the token that every round emits, the correction or the bonus token.
-    expected_tokens = 1 + jnp.cumprod(level_rates, axis=1).sum(1)
-    return expected_tokens / costs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,9 +315,19 @@ class AutoLength(TimeableRound):
         runs_every_round = drafter.needs_head or self.target.needs_draft
         return runs_model and not runs_every_round and POINT_MASS in self.rule.accepts
 
+    @property
+    def drafts_are_free(self) -> bool:
+        """Whether no model runs for a draft. Its form is then chosen once the draft is known."""
+        return not (self.drafter.needs_draft or self.drafter.needs_head)
+
+    def timed_forms(self, target: Net) -> tuple[int, ...]:
+        """For each form the index of the form that is timed instead: one that costs the same."""
+        return tuple(range(len(self.forms)))
+
     def init(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         rows = state.length.shape[0]
-        history = AcceptanceHistory.begin(rows, int(level_table(self.forms).max()))
+        confidences = len(self.drafter.prior_acceptance)
+        history = AcceptanceHistory.begin(rows, confidences, int(level_table(self.forms).max()))
         return super().init(inputs, state).replace(method_state=history)
 
     def ready(self, inputs: Inputs, state: DecodeState) -> DecodeState:
@@ -285,8 +340,8 @@ class AutoLength(TimeableRound):
         """Whether a draft would pay if all of its tokens were accepted."""
         if not self.draft_can_pause:
             return jnp.bool_(True)
-        rates = jnp.ones(level_table(self.forms).max())
-        return best_form_index(rates, self.forms, inputs.settings[COSTS]) > 0
+        rates = jnp.ones((1, level_table(self.forms).max()))
+        return jnp.argmax(form_gains(rates, self.forms, inputs.settings[COSTS])) > 0
 
     def prefill_chunk(self, inputs, state, tokens, start) -> DecodeState:
         """The draft model reads a prompt only if drafts may pay."""
@@ -308,7 +363,9 @@ class AutoLength(TimeableRound):
         return super().on_slot_reuse(before, state).replace(method_state=history)
 
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
-        form_index = next_form_index(state.method_state, self.forms, inputs.settings[COSTS])
+        if self.drafts_are_free:
+            return super().step(inputs, state)
+        form_index = self._choose(inputs, state, None)
         # Without a draft model that can pause, form 0 is a draft of length 0: no separate branch.
         drafted = form_index > 0 if self.draft_can_pause else jnp.bool_(True)
         with_draft = functools.partial(self._round_with_draft, inputs, form_index)
@@ -316,10 +373,48 @@ class AutoLength(TimeableRound):
         if self.draft_can_pause:
             without_draft = functools.partial(self._round_without_draft, inputs)
             after = cond_in_place(~drafted, without_draft, after)
+        return self._with_round(state, after, None, form_index)
 
+    def conclude(self, inputs, state, keys, proposal: Proposal) -> DecodeState:
+        """The round from its draft on. A draft that costs nothing is cut to its form only here."""
+        if not self.drafts_are_free:
+            return super().conclude(inputs, state, keys, proposal)
+        has_draft = proposal.draft.valid[:, 1:].any(1)
+        confidence = jnp.where(has_draft, 0, -1)
+        if proposal.confidence is not None:
+            confidence = jnp.where(has_draft, proposal.confidence, -1)
+        form_index = self._choose(inputs, state, confidence)
+        draft = self._cut(proposal.draft, form_index)
+        after = super().conclude(inputs, state, keys, proposal._replace(draft=draft))
+        return self._with_round(state, after, confidence, form_index)
+
+    def _choose(
+        self, inputs: Inputs, state: DecodeState, confidence: Int[Array, "B"] | None
+    ) -> Int[Array, ""]:
+        """The index of the next round's form."""
+        history = state.method_state
+        costs = inputs.settings[COSTS]
+        rates = history.rates(self.drafter.prior_acceptance)
+        gains = form_gains(rates, self.forms, costs, confidence, ~state.done)
+        return next_form_index(history, gains, costs)
+
+    def _with_round(
+        self,
+        before: DecodeState,
+        after: DecodeState,
+        confidence: Int[Array, "B"] | None,
+        form_index: Int[Array, ""],
+    ) -> DecodeState:
+        """``after``, with the round in its history."""
+        if confidence is None:
+            confidence = jnp.zeros_like(before.length)
         form = jnp.asarray(level_table(self.forms))[form_index]
-        history = state.method_state.record_round(state, after, drafted, form)
+        history = before.method_state.record_round(before, after, confidence, form_index > 0, form)
         return after.replace(method_state=history)
+
+    def _cut(self, draft: Draft, form_index: Int[Array, ""]) -> Draft:
+        """The part of the largest draft that has the form of this index."""
+        raise NotImplementedError
 
     def _round_with_draft(
         self, inputs: Inputs, form_index: Int[Array, ""], state: DecodeState
@@ -385,6 +480,14 @@ class AutoLengthChain(AutoLength):
         # Here a round without a draft is one with γ = 0: its target pass has the root alone.
         return (1, *sizes)
 
+    def timed_forms(self, target: Net) -> tuple[int, ...]:
+        if not self.drafts_are_free:
+            return super().timed_forms(target)
+        # Only the size of the target pass counts.
+        sizes = np.array(self.pass_sizes(target))
+        size_of_form = np.searchsorted(sizes, np.add(LENGTHS, 1))
+        return tuple(int(np.flatnonzero(size_of_form == size)[-1]) for size in size_of_form)
+
     def _round_with_draft(self, inputs, form_index, state):
         # One program serves all lengths: the drafter reads γ as a setting and stops there.
         gamma = jnp.asarray(LENGTHS, jnp.int32)[form_index]
@@ -395,11 +498,20 @@ class AutoLengthChain(AutoLength):
         return DraftVerify.step(self, inputs, state)
 
     def propose(self, inputs, state, keys) -> Proposal:
-        """The drafter's chain, cut to the round's γ."""
+        """The drafter's chain, cut to the round's γ if that is known already."""
         proposal = self.drafter.propose(inputs, state, keys)
-        draft = proposal.draft
-        within_gamma = jnp.arange(draft.shape.nodes) <= inputs.settings["gamma"]
-        return proposal._replace(draft=draft.replace(valid=draft.valid & within_gamma))
+        if self.drafts_are_free:
+            return proposal
+        return proposal._replace(draft=_cut_chain(proposal.draft, inputs.settings["gamma"]))
+
+    def _cut(self, draft, form_index):
+        return _cut_chain(draft, jnp.asarray(LENGTHS, jnp.int32)[form_index])
+
+
+def _cut_chain(draft: Draft, length: Int[Array, ""]) -> Draft:
+    """The first ``length`` tokens of each row's chain."""
+    is_within = jnp.arange(draft.shape.nodes) <= length
+    return draft.replace(valid=draft.valid & is_within)
 
 
 @dataclasses.dataclass(frozen=True)

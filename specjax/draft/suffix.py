@@ -10,6 +10,7 @@ vote, S token positions, γ draft length.
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from specjax._util.arguments import COUNT, validate_fields
 from specjax.core import probs
 from specjax.core.protocols import Drafter, Proposal
 from specjax.core.types import POINT_MASS, DecodeState, Draft, Inputs, TreeShape
+from specjax.draft.lookup import ACCEPTANCE_BY_MATCH
 
 END = -1  # in the pool: a text ends here; no token has this id
 NOTHING = -2  # before a row's first token; equal to nothing in the pool
@@ -60,6 +62,16 @@ class Pool(struct.PyTreeNode):
             # The head moves to the END, so the next token of this text replaces it.
             head=(self.head + count) % size,
         )
+
+
+class Occurrences(NamedTuple):
+    """Places of the pool with a row's last n-gram."""
+
+    continuations: Int[Array, "B K γ"]
+    exists: Bool[Array, "B K"]
+    is_own: Bool[Array, "B K"]  # in the row's own text
+    # n where the first one is the row's own; half as much in other texts, which say less; 0: none
+    strength: Int[Array, "B"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +121,11 @@ class Suffix(Drafter):
         pool = pool.replace(head=(pool.head + 1) % pool.tokens.shape[1])
         return pool.append(state.tokens, jnp.where(state.done, 0, state.length)), state.length
 
+    @property
+    def prior_acceptance(self) -> tuple[float, ...]:
+        """By the length of the match; in other texts it counts half."""
+        return ACCEPTANCE_BY_MATCH[: self.ngram]
+
     def propose(self, inputs: Inputs, state: DecodeState, keys: Key[Array, "B"]) -> Proposal:
         pool, num_added = state.drafter_state
         # Add what the last round wrote. It is read only now that EOS and the budget have cut it.
@@ -117,51 +134,66 @@ class Suffix(Drafter):
         # In an empty batch slot the length may be smaller than before.
         pool = pool.append(new, jnp.maximum(state.length - num_added, 0))
 
-        continuations, exists, is_own = self._occurrences(pool, state)
-        drafted, voted = _vote(continuations, exists, is_own)
+        found = self._occurrences(pool, state)
+        drafted, voted = _vote(found)
         # The first end of sequence is drafted, nothing after it.
         ended = inputs.is_eos(drafted)
         valid = voted & (jnp.cumsum(ended, axis=1) - ended == 0)
         root = probs.at_index(state.tokens, state.length - 1)
         draft = Draft.chain(jnp.where(valid, drafted, 0), root=root, valid=valid)
-        return Proposal(draft, (pool, state.length))
+        confidence = jnp.minimum(found.strength, len(self.prior_acceptance)) - 1
+        return Proposal(draft, (pool, state.length), confidence=confidence)
 
-    def _occurrences(
-        self, pool: Pool, state: DecodeState
-    ) -> tuple[Int[Array, "B K γ"], Bool[Array, "B K"], Bool[Array, "B K"]]:
-        """What follows the K newest occurrences of the longest n-gram; a row's own come first.
+    def _match_lengths(self, pool: Pool, state: DecodeState) -> Int[Array, "B P"]:
+        """How many tokens that end at each place of the pool equal the row's last ones.
 
-        Returns their continuations, which of the K exist, and which are the row's own.
+        A place counts only if a token follows it.
         """
         rows, size = pool.tokens.shape
+        # The ring's end stands before it once more, its beginning after it. So the tokens n places
+        # earlier are a slice. A CPU takes twice as long for a roll of the ring.
+        around = jnp.pad(pool.tokens, ((0, 0), (self.ngram - 1, 1)), mode="wrap")
 
-        # length: how many tokens that end at each place of the pool equal the row's last ones. A
-        # place counts only if a token follows it.
-        has_next = jnp.roll(pool.tokens, -1, axis=1).reshape(-1) != END
-        same = jnp.broadcast_to(has_next, (rows, rows * size))
+        def shifted(places: int) -> Int[Array, "P"]:
+            begin = self.ngram - 1 - places
+            return around[:, begin : begin + size].reshape(-1)
+
+        same = jnp.broadcast_to(shifted(-1) != END, (rows, rows * size))
         length = jnp.zeros(same.shape, jnp.int32)
+        # One gather for all of the last tokens: XLA on a CPU would repeat what is computed for one
+        # of them, as a choice between it and NOTHING, at each place of the pool.
+        tokens = jnp.pad(state.tokens, ((0, 0), (self.ngram, 0)), constant_values=NOTHING)
+        places = self.ngram + state.length[:, None] - 1 - jnp.arange(self.ngram)
+        last = jnp.take_along_axis(tokens, places, axis=1, mode="clip")
         for n in range(self.ngram):
-            last = probs.at_index(state.tokens, jnp.maximum(state.length - 1 - n, 0))
-            last = jnp.where(n < state.length, last, NOTHING)[:, None]
-            same &= jnp.roll(pool.tokens, n, axis=1).reshape(-1) == last
+            same &= shifted(n) == last[:, n, None]
             length += same
+        return length
+
+    def _occurrences(self, pool: Pool, state: DecodeState) -> Occurrences:
+        """The K newest occurrences of the longest n-gram; a row's own come first."""
+        rows, size = pool.tokens.shape
+        length = self._match_lengths(pool, state)
         longest = jnp.max(length, axis=1, keepdims=True)
 
         # Newness: 1 … size, `size` more for a row's own places, 0 for no occurrence. So one top-k
         # sorts by both, and its score tells the three kinds apart.
-        age = (pool.head[:, None] - jnp.arange(size)) % size
-        is_own = jnp.arange(rows * size) // size == jnp.arange(rows)[:, None]
+        age = pool.head[:, None] - jnp.arange(size)
+        age = jnp.where(age < 0, age + size, age)
         newness = jnp.where((length == longest) & (longest > 0), size - age.reshape(-1), 0)
-        newness = (newness + is_own * size * (newness > 0)).astype(jnp.float32)  # exact below 2²⁴
+        is_own = jnp.arange(rows * size) // size == jnp.arange(rows)[:, None]
+        newness += is_own * size * (newness > 0)
+        newness = newness.astype(jnp.float32)  # exact below 2²⁴
         score, at = probs.top_k(newness, min(MAX_VOTERS, rows * size))
         following = (at[..., None] % size + 1 + jnp.arange(self.gamma)) % size
         continuations = pool.tokens[(at // size)[..., None], following]
-        return continuations, score > 0, score > size
+        exists, is_own = score > 0, score > size
+        half = jnp.maximum(longest // 2, jnp.minimum(longest, 1))
+        strength = jnp.where(is_own[:, :1], longest, half)
+        return Occurrences(continuations, exists, is_own, strength[:, 0])
 
 
-def _vote(
-    continuations: Int[Array, "B K γ"], exists: Bool[Array, "B K"], is_own: Bool[Array, "B K"]
-) -> tuple[Int[Array, "B γ"], Bool[Array, "B γ"]]:
+def _vote(found: Occurrences) -> tuple[Int[Array, "B γ"], Bool[Array, "B γ"]]:
     """The elected token at each place, and whether there is one.
 
     If the first voter is the row's own text, it decides alone. Otherwise the token with the most
@@ -174,11 +206,11 @@ def _vote(
         agree = (token[:, :, None] == token[:, None, :]) & votes[:, None, :]
         first = jnp.argmax(votes, axis=1)
         most = jnp.argmax(jnp.where(votes, agree.sum(-1), 0), axis=1)
-        elected = jnp.where(probs.at_index(is_own, first), first, most)
+        elected = jnp.where(probs.at_index(found.is_own, first), first, most)
         chosen = probs.at_index(token, elected)
         return votes & (token == chosen[:, None]), (chosen, votes.any(1))
 
     # Unrolled, or a GPU's round would not be one CUDA graph: no graph holds the scan's writes.
-    by_place = jnp.moveaxis(continuations, 2, 0)
-    _, (chosen, voted) = jax.lax.scan(step, exists, by_place, unroll=True)
+    by_place = jnp.moveaxis(found.continuations, 2, 0)
+    _, (chosen, voted) = jax.lax.scan(step, found.exists, by_place, unroll=True)
     return chosen.T, voted.T

@@ -106,6 +106,7 @@ def _measure(
     # No token ends a row: all timed rounds run.
     inputs = inputs.replace(eos_ids=jnp.full_like(inputs.eos_ids, NO_EOS))
     begin = _timing_state(state, inputs.target.vocab_limit)
+    timed_forms = method.timed_forms(inputs.target)
     idle_seconds = np.inf
     fastest_seconds = [np.inf] * len(method.forms)  # of a run
     fastest_rounds = [1] * len(method.forms)  # of that run
@@ -115,7 +116,7 @@ def _measure(
     for repeat in range(REPEATS):
         if repeat >= LEAST_REPEATS and time.perf_counter() - began > SECONDS:
             break
-        for i in range(len(method.forms)):
+        for i in sorted(set(timed_forms)):
             costs = np.where(np.arange(len(method.forms)) == i, 1, np.inf).astype(np.float32)
             settings = inputs.settings | {COSTS: jnp.asarray(costs)}
             forced = inputs.replace(settings=settings)
@@ -131,7 +132,8 @@ def _measure(
                 fastest_rounds[i] = rounds
 
     per_round = []
-    for seconds, rounds in zip(fastest_seconds, fastest_rounds, strict=True):
+    for i in timed_forms:
+        seconds, rounds = fastest_seconds[i], fastest_rounds[i]
         # Starting a program is no part of a round. At least a tenth is left: a clock too coarse to
         # tell the two apart must not make plain rounds free.
         per_round.append(max(seconds - idle_seconds, seconds / 10) / rounds)

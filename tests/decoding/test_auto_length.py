@@ -21,13 +21,14 @@ from specjax.draft import auto_length
 from specjax.draft.auto_length import (
     COSTS,
     LENGTHS,
-    PRIOR_ACCEPTANCE,
+    MARGIN,
     PRIOR_WEIGHT,
     RETRY_PENALTY,
     TREES,
     AcceptanceHistory,
     AutoLengthChain,
     AutoLengthTree,
+    form_gains,
 )
 from specjax.registry import Context
 from specjax.runtime import kept_costs, round_costs, runner
@@ -36,6 +37,7 @@ from specjax.runtime.generate import make_engine
 from support import laws
 
 N = len(LENGTHS)
+PRIOR = 0.85
 PAUSE = (1.0, *(9.0,) * (N - 1))  # costs under which only plain rounds pay
 DRAFT = (9.0, *(1.0,) * (N - 1))  # costs under which only the longest drafts pay
 PROMPTS = [[1, 2, 3], [4], list(range(5, 45)), [7, 7, 7, 7, 9]]
@@ -45,34 +47,99 @@ def test_the_length_with_the_most_tokens_per_cost_is_taken():
     """Against the formula of the cost model, on random costs."""
     generator = np.random.Generator(np.random.Philox(1))
     best = jax.jit(
-        lambda rate, cost: auto_length.best_form_index(rate[None], auto_length.CHAINS, cost)
+        lambda rate, cost: jnp.argmax(form_gains(rate[None, None], auto_length.CHAINS, cost))
     )
     for rate in (0.0, 0.3, 0.6, 0.85, 0.99):
         for _ in range(20):
             cost = np.cumsum(generator.uniform(0.05, 1.0, N))
             gains = [metrics.expected_block_efficiency(rate, g) for g in LENGTHS] / cost
+            gains[1:] -= MARGIN * gains[0]
             assert best(np.float32(rate), cost.astype(np.float32)) == np.argmax(gains)
 
 
 def test_the_tree_with_the_most_tokens_per_cost_is_taken():
     """By hand: a level is accepted with 0.7 (two siblings), 0.8 (three) or 0.85 (four)."""
-    rates, cost = jnp.array([0.5, 0.7, 0.8, 0.85]), np.array([1.0, 1.8, 2.2, 2.4, 3.0], np.float32)
+    rates = jnp.array([[0.5, 0.7, 0.8, 0.85]])
+    cost = np.array([1.0, 1.8, 2.2, 2.4, 3.0], np.float32)
     tokens = [1, 1.875, 1 + 0.7 + 0.35 + 0.175, 1 + 0.8 + 0.56 + 0.28, 1 + 0.85 + 0.595 + 0.4165]
     for wanted in range(len(TREES)):
         level = cost.copy()
-        level[wanted] = 0.99 * min(np.array(tokens[wanted]) * cost / tokens)
-        assert auto_length.best_form_index(rates, TREES, level) == wanted
+        level[wanted] = 0.94 * min(np.array(tokens[wanted]) * cost / tokens)
+        assert jnp.argmax(form_gains(rates, TREES, level)) == wanted
+
+
+def test_a_draft_counts_what_its_confidence_promises():
+    """By hand: a token of confidence 0, 1, 2 is accepted with 0.1, 0.5, 0.9; later ones more."""
+    rates, forms = jnp.array([[0.1], [0.5], [0.9]]), ((), (1,), (1, 1, 1))
+    costs = np.array([1.0, 1.25, 2.0], np.float32)
+    weak = np.array([1, 1.1, 1 + 0.1 + 0.05 + 0.045])
+    strong = np.array([1, 1.9, 1 + 0.9 + 0.81 + 0.729])
+    for confidence, running, tokens in (
+        ([0], [1], weak),
+        ([2], [1], strong),
+        ([-1], [1], 1),  # nothing to draft
+        ([0, 2], [1, 1], (weak + strong) / 2),  # one pass for both rows
+        ([0, 2, -1], [1, 0, 1], (weak + 1) / 2),  # a row that has ended does not count
+    ):
+        running = jnp.array(running, bool)
+        gains = form_gains(rates, forms, costs, jnp.array(confidence), running)
+        wanted = tokens / costs - [0, MARGIN, MARGIN]
+        np.testing.assert_allclose(gains, wanted, rtol=1e-6)
+
+
+def test_a_history_counts_and_forgets_by_confidence():
+    """Two of three tokens accepted, from confidence 0 on; another row has nothing to draft."""
+    confidence = jnp.array([0, -1])
+    form = jnp.ones(3, jnp.int32)
+
+    def round_(record, drafted, accepted):
+        before, now = (
+            SimpleNamespace(stats=SimpleNamespace(accepted=a, drafted=d), length=jnp.full(2, 9))
+            for a, d in ((0, 0), (jnp.array([accepted, 0]), jnp.array([drafted, 0])))
+        )
+        return record.record_round(before, now, confidence, jnp.bool_(drafted > 0), form)
+
+    record = round_(AcceptanceHistory.begin(2, confidences=3), 3, 2)
+    np.testing.assert_array_equal(record.tested[..., 0], [[1, 1, 1], [0, 0, 0]])
+    np.testing.assert_array_equal(record.accepted[..., 0], [[1, 1, 0], [0, 0, 0]])
+    np.testing.assert_array_equal(record.streak, [[-1, 0, 0]] * 2)
+    for _ in range(7):
+        record = round_(record, 0, 0)
+    np.testing.assert_array_equal(record.tested[0, :, 0], [1, 1, 1])
+    record = round_(record, 0, 0)
+    np.testing.assert_allclose(record.tested[..., 0].sum(0), [RETRY_PENALTY, 1, 1], rtol=1e-6)
+    np.testing.assert_array_equal(record.retry_after, [[32, 8, 8]] * 2)
+
+
+@pytest.mark.parametrize("name", ["lookup", "suffix"])
+def test_the_history_of_a_copied_text_has_all_its_tokens(name, monkeypatch):
+    """Whatever the confidences are, each tested token counts once, and as what it was."""
+    monkeypatch.setattr(auto_length, "DECAY", 1.0)
+    engine = make_engine(tiny_lm(0), None, sj.method(name), {"gamma": "auto", "costs": DRAFT})
+    prompts = [np.array([5, 6, 7, 8, 5, 6, 7]), np.arange(9)]
+    inputs = engine.inputs(sj.Sampling(temperature=0), 2)
+    inputs = inputs.replace(settings={COSTS: jnp.asarray(DRAFT, jnp.float32)})
+    keys = jax.random.split(jax.random.key(0), 2)
+    method, budget = engine.method, np.full(2, 40, np.int32)
+    loop.forget(method)  # programs with another DECAY
+    state = loop.start(method, inputs, prompts, budget, keys, chunk=16, capacity=128)
+    state = loop.run_rounds(method)(inputs, state, np.int32(40))
+    loop.forget(method)
+    history, stats = state.method_state, state.stats
+    assert stats.accepted.sum() > 20
+    np.testing.assert_allclose(history.accepted.sum((1, 2)), stats.accepted)
+    np.testing.assert_allclose(history.tested.sum((1, 2)), stats.tested)
 
 
 def test_the_first_draft_is_a_cheap_one():
     """The longest draft promises most and costs four plain rounds, three of which may be lost."""
     unknown = AcceptanceHistory.begin(1)
-    accepted = unknown.replace(tested=jnp.ones((1, 1)), accepted=jnp.ones((1, 1)))
+    accepted = unknown.replace(tested=jnp.ones((1, 1, 1)), accepted=jnp.ones((1, 1, 1)))
 
     def gamma(history, *costs):
-        forms = auto_length.CHAINS
         costs = jnp.array(costs, jnp.float32)
-        return LENGTHS[int(auto_length.next_form_index(history, forms, costs))]
+        gains = form_gains(history.rates([PRIOR]), auto_length.CHAINS, costs)
+        return LENGTHS[int(auto_length.next_form_index(history, gains, costs))]
 
     for costs, first, second in (
         ((1, 1.7, 2.6, 2.7, 3.9, 4.0), 1, 7),
@@ -104,20 +171,20 @@ def test_a_history_of_trees_counts_by_the_number_of_siblings():
         SimpleNamespace(stats=SimpleNamespace(accepted=a, drafted=d), length=jnp.full(2, 9))
         for a, d in ((0, 0), (jnp.array([2, 0]), jnp.array([3, 3])))
     )
-    record = AcceptanceHistory.begin(2, 4).record_round(
-        before, now, jnp.bool_(True), jnp.array([2, 1, 1])
+    record = AcceptanceHistory.begin(2, siblings=4).record_round(
+        before, now, jnp.zeros(2, jnp.int32), jnp.bool_(True), jnp.array([2, 1, 1])
     )
-    np.testing.assert_array_equal(record.tested, [[2, 1, 0, 0], [0, 1, 0, 0]])
-    np.testing.assert_array_equal(record.accepted, [[1, 1, 0, 0], [0, 0, 0, 0]])
-    one = (1 + PRIOR_ACCEPTANCE * PRIOR_WEIGHT) / (2 + PRIOR_WEIGHT)
-    rates = record.rates()
+    np.testing.assert_array_equal(record.tested[:, 0], [[2, 1, 0, 0], [0, 1, 0, 0]])
+    np.testing.assert_array_equal(record.accepted[:, 0], [[1, 1, 0, 0], [0, 0, 0, 0]])
+    one = (1 + PRIOR * PRIOR_WEIGHT) / (2 + PRIOR_WEIGHT)
+    (rates,) = record.rates([PRIOR])
     np.testing.assert_allclose(rates[0], one, rtol=1e-6)
     assert (np.diff(rates) > 0).all()
-    unknown = 1 - (1 - PRIOR_ACCEPTANCE) ** 2  # two siblings that were never tested
+    unknown = 1 - (1 - PRIOR) ** 2  # two siblings that were never tested
     np.testing.assert_allclose(rates[3], unknown, rtol=1e-6)
-    rejected = AcceptanceHistory.begin(1, 4)
-    rejected = rejected.replace(tested=rejected.tested.at[0, 3].set(50))
-    assert rejected.rates().max() < 0.2, "what four siblings cannot do one does not, either"
+    rejected = AcceptanceHistory.begin(1, siblings=4)
+    rejected = rejected.replace(tested=rejected.tested.at[0, 0, 3].set(50))
+    assert rejected.rates([PRIOR]).max() < 0.2, "what four siblings cannot do one does not, either"
 
 
 def test_the_history_counts_forgets_and_tries_again():
@@ -129,19 +196,18 @@ def test_the_history_counts_forgets_and_tries_again():
             SimpleNamespace(stats=SimpleNamespace(accepted=a, drafted=d), length=jnp.full(3, 9))
             for a, d in ((0, 0), (accepted, drafted))
         )
-        return record.record_round(
-            before, now, jnp.any(drafted > 0), jnp.ones(max(LENGTHS), jnp.int32)
-        )
+        form = jnp.ones(max(LENGTHS), jnp.int32)
+        confidence = jnp.zeros(3, jnp.int32)
+        return record.record_round(before, now, confidence, jnp.any(drafted > 0), form)
 
     def round_(record, accepted, drafted):
         return counted(record, np.array(accepted), np.array(drafted))
 
     record = round_(AcceptanceHistory.begin(3), [3, 5, 0], [5, 5, 0])
-    np.testing.assert_array_equal(record.tested[:, 0], [4, 5, 0])
-    np.testing.assert_array_equal(record.accepted[:, 0], [3, 5, 0])
-    np.testing.assert_allclose(
-        record.rates(), (8 + PRIOR_ACCEPTANCE * PRIOR_WEIGHT) / (9 + PRIOR_WEIGHT), rtol=1e-6
-    )
+    np.testing.assert_array_equal(record.tested[:, 0, 0], [4, 5, 0])
+    np.testing.assert_array_equal(record.accepted[:, 0, 0], [3, 5, 0])
+    known = (8 + PRIOR * PRIOR_WEIGHT) / (9 + PRIOR_WEIGHT)
+    np.testing.assert_allclose(record.rates([PRIOR]), known, rtol=1e-6)
     np.testing.assert_array_equal(record.draft_cached, 7)
     plain_round = functools.partial(round_, accepted=[0] * 3, drafted=[0] * 3)
     for retry_after in (8, 32, 128, 512, 512):
@@ -151,18 +217,18 @@ def test_the_history_counts_forgets_and_tries_again():
         np.testing.assert_array_equal(record.streak, retry_after - 1)
         record = plain_round(record)
         reason = "all counts are forgotten, but that drafts were given up"
-        assert record.rates() == pytest.approx(
-            PRIOR_ACCEPTANCE * PRIOR_WEIGHT / (PRIOR_WEIGHT + RETRY_PENALTY)
+        assert record.rates([PRIOR]) == pytest.approx(
+            PRIOR * PRIOR_WEIGHT / (PRIOR_WEIGHT + RETRY_PENALTY)
         ), reason
         record = round_(record, [0] * 3, [1] * 3)
-        assert record.rates() == pytest.approx(
-            PRIOR_ACCEPTANCE * PRIOR_WEIGHT / (PRIOR_WEIGHT + 0.98 * RETRY_PENALTY + 3)
+        assert record.rates([PRIOR]) == pytest.approx(
+            PRIOR * PRIOR_WEIGHT / (PRIOR_WEIGHT + 0.98 * RETRY_PENALTY + 3)
         )
     for _ in range(15):
         record = round_(record, [1] * 3, [1] * 3)
     np.testing.assert_array_equal(record.retry_after, 8)
     for rows, first in ((1, 8), (7, 8), (8, 16), (32, 64)):
-        assert set(AcceptanceHistory.begin(rows).retry_after.tolist()) == {first}, (
+        assert set(AcceptanceHistory.begin(rows).retry_after[:, 0].tolist()) == {first}, (
             "in a large batch bad luck is unlikely"
         )
 

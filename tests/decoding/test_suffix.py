@@ -57,7 +57,8 @@ def begin(drafter, tokens, length, before):
 @functools.partial(jax.jit, static_argnums=0)
 def propose(drafter, tokens, length, drafted):
     proposal = drafter.propose(INPUTS, state_of(tokens, length, drafted), None)
-    return proposal.draft.tokens[:, 1:], proposal.draft.valid[:, 1:], proposal.state
+    draft = proposal.draft
+    return draft.tokens[:, 1:], draft.valid[:, 1:], proposal.state, proposal.confidence
 
 
 def first_drafts(rows):
@@ -87,7 +88,10 @@ def test_draft(rows, drafted):
 
 
 def reference(texts, row, slot, gamma, ngram):
-    """The draft, from plain lists: ``texts[slot]`` are a slot's texts, the current row's last."""
+    """The draft and its confidence, from plain lists.
+
+    ``texts[slot]`` are a slot's texts, the current row's last.
+    """
     found = []  # (length, whether own, how new, what follows)
     for other, past in enumerate(texts):
         offset = 0
@@ -101,6 +105,8 @@ def reference(texts, row, slot, gamma, ngram):
             offset += len(text) + 1
     longest = max((f[0] for f in found), default=0)
     voters = sorted((f[1:] for f in found if f[0] == longest), key=lambda f: f[:3], reverse=True)
+    is_own = bool(voters) and voters[0][0]
+    strength = longest if is_own or longest < 2 else longest // 2  # other texts count half
     draft = []
     for at in range(gamma):
         voters = [v for v in voters if len(v[3]) > at]
@@ -111,14 +117,14 @@ def reference(texts, row, slot, gamma, ngram):
         voters = [v for v in voters if v[3][at] == draft[-1]]
         if draft[-1] == EOS:
             break
-    return draft
+    return draft, min(strength, 4) - 1
 
 
 def test_drafts_equal_those_of_a_slow_reference_over_the_rows_of_a_job():
     """Rows grow by up to γ + 1 tokens. Three per batch slot share a pool that never wraps."""
     rng = np.random.default_rng(3)
     drafter = Suffix(gamma=3, ngram=4, pool=3 * 200)
-    texts, carried, drafted = [[], [], []], (), 0
+    texts, carried, drafted, seen = [[], [], []], (), 0, set()
     for _ in range(3):
         rows = [rng.integers(0, 4, n).tolist() for n in rng.integers(2, 12, 3)]
         own = [list(row) for row in rows]
@@ -128,14 +134,17 @@ def test_drafts_equal_those_of_a_slow_reference_over_the_rows_of_a_job():
         for round_ in range(5):
             for row, new in zip(own, rows, strict=True):
                 row[:] = new
-            tokens, valid, state = propose(drafter, *padded(rows), state)
-            expected = [reference(texts, row, slot, 3, 4) for slot, row in enumerate(rows)]
+            tokens, valid, state, confidence = propose(drafter, *padded(rows), state)
+            wanted = [reference(texts, row, slot, 3, 4) for slot, row in enumerate(rows)]
+            expected, strength = map(list, zip(*wanted, strict=True))
             assert drafts(tokens, valid) == expected
+            assert confidence.tolist() == strength
             drafted += sum(map(len, expected))
+            seen.update(strength)
             if round_ < 4:
                 rows = [row + rng.integers(0, 4, rng.integers(1, 5)).tolist() for row in rows]
         carried = state
-    assert drafted > 60
+    assert drafted > 60 and len(seen) > 3
 
 
 def test_memory_is_bounded_and_the_oldest_is_forgotten():
