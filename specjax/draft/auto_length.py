@@ -158,22 +158,11 @@ class AcceptanceHistory(struct.PyTreeNode):
         accepted = state.stats.accepted - before.stats.accepted
         # Unless the whole draft is accepted, one more level was tested: the one that was rejected.
         tested = accepted + (accepted < state.stats.drafted - before.stats.drafted)
-        num_confidences, num_siblings = self.tested.shape[1:]
-        of_level = level_confidences(confidence, len(form), num_confidences)
-        is_confidence = of_level[..., None] == jnp.arange(num_confidences)  # [B, D, c]
-        is_siblings = form[:, None] == 1 + jnp.arange(num_siblings)  # [D, w]
-        kind = is_confidence[..., None] & is_siblings[:, None]  # [B, D, c, w], one-hot
-
-        def by_kind(levels: Int[Array, "B"]) -> Float[Array, "B c w"]:
-            """The first ``levels`` levels of each row, counted by confidence and siblings."""
-            counted = jnp.arange(len(form)) < levels[:, None]
-            return (counted[..., None, None] & kind).sum(1).astype(jnp.float32)
-
-        new_tested = by_kind(tested)
-        new_accepted = by_kind(accepted)
+        new_tested = self._count_levels(tested, confidence, form)
+        new_accepted = self._count_levels(accepted, confidence, form)
 
         # The sign changes when the batch goes from drafts to plain rounds or back.
-        begun = jnp.any(confidence[:, None] == jnp.arange(num_confidences), axis=0)
+        begun = jnp.any(confidence[:, None] == jnp.arange(self.streak.shape[1]), axis=0)
         next_streak = jnp.where(
             drafted, jnp.minimum(self.streak, 0) - 1, jnp.maximum(self.streak, 0) + 1
         )
@@ -197,6 +186,18 @@ class AcceptanceHistory(struct.PyTreeNode):
             # A round with a draft begins with each row's last two tokens: the cache may lack both.
             draft_cached=jnp.where(drafted, state.length - 2, self.draft_cached),
         )
+
+    def _count_levels(
+        self, levels: Int[Array, "B"], confidence: Int[Array, "B"], form: Int[Array, "D"]
+    ) -> Float[Array, "B c w"]:
+        """The first ``levels`` levels of each row's draft, by confidence and number of siblings."""
+        num_confidences, num_siblings = self.tested.shape[1:]
+        of_level = level_confidences(confidence, len(form), num_confidences)
+        is_confidence = of_level[..., None] == jnp.arange(num_confidences)  # [B, D, c]
+        is_siblings = form[:, None] == 1 + jnp.arange(num_siblings)  # [D, w]
+        is_counted = jnp.arange(len(form)) < levels[:, None]  # [B, D]
+        kind = is_counted[..., None, None] & is_confidence[..., None] & is_siblings[:, None]
+        return kind.sum(1).astype(jnp.float32)
 
 
 def initial_retry_after(rows: int) -> int:
@@ -379,10 +380,9 @@ class AutoLength(TimeableRound):
         """The round from its draft on. A draft that costs nothing is cut to its form only here."""
         if not self.drafts_are_free:
             return super().conclude(inputs, state, keys, proposal)
-        has_draft = proposal.draft.valid[:, 1:].any(1)
-        confidence = jnp.where(has_draft, 0, -1)
-        if proposal.confidence is not None:
-            confidence = jnp.where(has_draft, proposal.confidence, -1)
+        has_draft = proposal.draft.valid[:, 1:].any(1) & ~state.done
+        confidence = 0 if proposal.confidence is None else proposal.confidence
+        confidence = jnp.where(has_draft, confidence, -1)
         form_index = self._choose(inputs, state, confidence)
         draft = self._cut(proposal.draft, form_index)
         after = super().conclude(inputs, state, keys, proposal._replace(draft=draft))

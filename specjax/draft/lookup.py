@@ -16,7 +16,7 @@ from specjax.core.protocols import Drafter, Proposal
 from specjax.core.types import POINT_MASS, DecodeState, Draft, TreeShape
 
 # How often the token after a match of 1, 2, 3 and more tokens is accepted: about what SmolLM2 gave
-# on chats.
+# (docs/pages/lookup.md).
 ACCEPTANCE_BY_MATCH = (0.15, 0.5, 0.75, 0.85)
 
 
