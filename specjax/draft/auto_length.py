@@ -242,7 +242,7 @@ def form_gains(
       running: the rows that count; by default all of them.
     """
     if confidence is None:
-        confidence = jnp.zeros((1,) if running is None else running.shape, jnp.int32)
+        confidence = jnp.zeros((1,), jnp.int32)
     if running is None:
         running = jnp.ones(confidence.shape, bool)
     siblings = level_table(forms)
@@ -366,7 +366,8 @@ class AutoLength(TimeableRound):
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         if self.drafts_are_free:
             return super().step(inputs, state)
-        form_index = self._choose(inputs, state, None)
+        confidence = jnp.zeros_like(state.length)  # of all drafts: only free ones say more
+        form_index = self._choose(inputs, state, confidence)
         # Without a draft model that can pause, form 0 is a draft of length 0: no separate branch.
         drafted = form_index > 0 if self.draft_can_pause else jnp.bool_(True)
         with_draft = functools.partial(self._round_with_draft, inputs, form_index)
@@ -374,7 +375,7 @@ class AutoLength(TimeableRound):
         if self.draft_can_pause:
             without_draft = functools.partial(self._round_without_draft, inputs)
             after = cond_in_place(~drafted, without_draft, after)
-        return self._with_round(state, after, None, form_index)
+        return self._with_round(state, after, confidence, form_index)
 
     def conclude(self, inputs, state, keys, proposal: Proposal) -> DecodeState:
         """The round from its draft on. A draft that costs nothing is cut to its form only here."""
@@ -389,7 +390,7 @@ class AutoLength(TimeableRound):
         return self._with_round(state, after, confidence, form_index)
 
     def _choose(
-        self, inputs: Inputs, state: DecodeState, confidence: Int[Array, "B"] | None
+        self, inputs: Inputs, state: DecodeState, confidence: Int[Array, "B"]
     ) -> Int[Array, ""]:
         """The index of the next round's form."""
         history = state.method_state
@@ -402,12 +403,10 @@ class AutoLength(TimeableRound):
         self,
         before: DecodeState,
         after: DecodeState,
-        confidence: Int[Array, "B"] | None,
+        confidence: Int[Array, "B"],
         form_index: Int[Array, ""],
     ) -> DecodeState:
         """``after``, with the round in its history."""
-        if confidence is None:
-            confidence = jnp.zeros_like(before.length)
         form = jnp.asarray(level_table(self.forms))[form_index]
         history = before.method_state.record_round(before, after, confidence, form_index > 0, form)
         return after.replace(method_state=history)

@@ -151,7 +151,7 @@ class Suffix(Drafter):
         """
         rows, size = pool.tokens.shape
         # The ring's end stands before it once more, its beginning after it. So the tokens n places
-        # earlier are a slice. A CPU takes twice as long for a roll of the ring.
+        # earlier are a slice. Rolls of the ring take a CPU three times as long.
         around = jnp.pad(pool.tokens, ((0, 0), (self.ngram - 1, 1)), mode="wrap")
 
         def shifted(places: int) -> Int[Array, "P"]:
